@@ -1,13 +1,10 @@
-"""The architectures that the contract tests go through: one line adds a case.
+"""Architectures and families of the contract tests; a new one is one line.
 
 Activations are smooth, so that no unit is dead and every modulation shows in the output.
 """
 
-from __future__ import annotations
-
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import embens
+from embens import laws
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,13 @@ class Architecture:
 class ResidualBlock(nn.Module):
     """Two convolutions with BatchNorm and a connection around them, activations functional."""
 
-    def __init__(self, takes: int, gives: int):
+    def __init__(self, inputs: int, outputs: int):
         super().__init__()
-        self.conv1 = nn.Conv2d(takes, gives, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(gives)
-        self.conv2 = nn.Conv2d(gives, gives, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(gives)
-        self.skip = nn.Conv2d(takes, gives, 1) if takes != gives else nn.Identity()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.silu(self.norm1(self.conv1(x)))
@@ -275,9 +273,13 @@ ARCHITECTURES = [
 ]
 
 
+# Families
+
+
 def _own_last(reference: nn.Module, members: int, **options: Any) -> embens.EmbeddedEnsemble:
-    tied = any(isinstance(m, Tied) for m in reference.modules())  # both are own, or neither
-    own = "*core" if tied else "last"
+    # Tied weights are separate in both layers or in neither.
+    is_tied = any(isinstance(module, Tied) for module in reference.modules())
+    own = "*core" if is_tied else "last"
     return embens.batch_ensemble(reference, members, own=own, **options)
 
 
@@ -291,45 +293,23 @@ def _shake(module: nn.Module) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
 
 
+def _independent(reference: nn.Module, members: int, **options: Any) -> embens.EmbeddedEnsemble:
+    return embens.independent(reference, members, initialise=_shake, **options)
+
+
 FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
+    "batch ensemble": embens.batch_ensemble,
+    "all sites": partial(embens.embed, sites="all"),
+    "pre only": partial(embens.embed, post=None),
+    "post only": partial(embens.embed, pre=None, post=laws.Shifted(0.5)),
+    "norms per member": partial(embens.embed, norm_affine="member"),
+    "fixed masks": partial(embens.mc_dropout, law=laws.Normal(), fresh=False),
+    "last-layer dropout": embens.last_layer_dropout,
     "masksembles": embens.masksembles,
     "own last layers": _own_last,
     "own layers everywhere": _own_all,
     "low rank": partial(embens.low_rank, rank=2),
     "lora": partial(embens.low_rank, rank=2, kind="additive", scale=0.5),
+    "independent": _independent,
 }
-"""Families beside the oldest ones, as functions of a reference and members."""
-STOCHASTIC = {"rank-1": embens.rank1}
-"""Families with other numbers at every pass."""
-
-
-def in_ntk(reference: nn.Module) -> nn.Module:
-    """Return a network whose Linear and Conv2d layers are embens' own, drawn anew."""
-    memo: dict[int, Any] = {}
-    for layer in reference.modules():
-        bias_std = 0.5 if getattr(layer, "bias", None) is not None else 0.0
-        if isinstance(layer, nn.Conv2d):
-            sizes = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride)
-            memo[id(layer)] = embens.networks.Conv2d(
-                *sizes, padding=layer.padding, groups=layer.groups, bias_std=bias_std
-            )
-        elif isinstance(layer, nn.Linear):
-            sizes = (layer.in_features, layer.out_features)
-            memo[id(layer)] = embens.networks.Linear(*sizes, bias_std=bias_std)
-    return copy.deepcopy(reference, memo)
-
-
-def bayesian(reference: nn.Module, members: int, **options: Any) -> embens.EmbeddedEnsemble:
-    """Return the family of networks in the NTK parametrization, of any MLP or CNN."""
-    return embens.bayesian(in_ntk(reference), members, **options)
-
-
-_CONVERTIBLE = ("mlp", "linear on four axes", "paper's cnn", "unbatched conv", "reused", "held")
-
-
-def _converted(case: Architecture) -> Architecture:
-    return replace(case, name=f"{case.name}, ntk", build=lambda: in_ntk(case.build()))
-
-
-IN_NTK = [_converted(case) for case in ARCHITECTURES if case.name in _CONVERTIBLE]
-"""What the family ``bayesian``, of the NTK parametrization alone, goes through."""
+"""Every family whose members have fixed weights, as a function of a reference and members."""

@@ -8,14 +8,18 @@ control flow, hooks, tied weights, code that mixes samples, and state in attribu
 network of their own, and recomputation in the backward pass finds the member's weights.
 """
 
+import copy
 import threading
 from collections.abc import Mapping
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from embens.graph.guards import PLAIN, STANDARD_ATTRIBUTES, snapshot
 from embens.graph.reading import copy_module
 from embens.sites import EnsembleSpec, Layer, modulate
 
@@ -108,7 +112,10 @@ class MergedExecutor:
         self.lock = threading.RLock()  # a copy holds the tensors of one pass at a time
         self.copies: list[MemberCopy] = []
         self.structure: list[Any] = []
-        self.checked_modes: set[bool] = set()
+        # Attributes that the user's code has set, by member and module, for copies yet to be made.
+        self.attributes: list[dict[str, dict[str, Any]]] = []
+        self.checked_modes: set[tuple[bool, ...]] = set()
+        self.changes_inputs = False  # whether the user's code changes its inputs in place
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
@@ -123,9 +130,21 @@ class MergedExecutor:
         """
         structure = _structure(self.ensemble.reference)
         if structure != self.structure or len(self.copies) != self.ensemble.members:
+            self._make_copies()
             self.structure = structure
-            self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
         return True
+
+    def _make_copies(self) -> None:
+        attributes = self.member_attributes()
+        self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
+        for copied, member_attributes in zip(self.copies, attributes, strict=True):
+            copied.set_attributes(member_attributes)
+
+    def member_attributes(self) -> list[dict[str, dict[str, Any]]]:
+        """Return the attributes that the user's code has set, by member and module."""
+        if self.copies:
+            return [copied.changed_attributes() for copied in self.copies]
+        return self.attributes or [{} for _ in range(self.ensemble.members)]
 
     def run(
         self,
@@ -159,8 +178,11 @@ class MergedExecutor:
             )
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
-            guard = self._guard(copied)
-            outputs = copied.module(*args, **kwargs)
+            mode = tuple(module.training for module in copied.module.modules())
+            is_new = mode not in self.checked_modes
+            guard = StateGuard(copied, keep_values=is_new)
+            outputs = self._call(copied, args, kwargs, is_new=is_new)
+            self.checked_modes.add(mode)
             copied.store_buffers(tensors)
             guard.check_parameters()
             for name, key, before, after in guard.changed_buffers():
@@ -171,11 +193,29 @@ class MergedExecutor:
                     other.add_separate(name, key, "_buffers")
         return outputs
 
-    def _guard(self, copied: "MemberCopy") -> "StateGuard":
-        mode = self.ensemble.training
-        guard = StateGuard(copied, keep_values=mode not in self.checked_modes)
-        self.checked_modes.add(mode)
-        return guard
+    def _call(self, copied: "MemberCopy", args: tuple, kwargs: dict, *, is_new: bool) -> Any:
+        """Call a copy so that changes of its inputs are not seen by other members.
+
+        Copying inputs costs memory, so after the first pass of each mode it is done only if the
+        code was seen to change them.
+        """
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_unversioned = any(tensor.is_inference() for tensor in tensors)
+        is_copied = is_new or self.changes_inputs or is_unversioned
+        if is_copied:
+            clones = {id(tensor): tensor.clone() for tensor in tensors}
+            tensors = list(clones.values())
+            args, kwargs = tree_map_only(Tensor, lambda x: clones[id(x)], (args, kwargs))
+        versions = [_version(tensor) for tensor in tensors]
+        outputs = copied.module(*args, **kwargs)
+        if [_version(tensor) for tensor in tensors] != versions:
+            self.changes_inputs = True
+            if not is_copied:
+                raise RuntimeError(
+                    "the forward of the reference changes its input in place in some passes only. "
+                    "Let it change a copy (x = x.clone())."
+                )
+        return outputs
 
 
 class MemberCopy:
@@ -192,17 +232,27 @@ class MemberCopy:
             _remove_parametrizations(module)
         # Modules of the reference with their copies, and the attributes that both began with.
         self.pairs: list[tuple[str, nn.Module, nn.Module, dict[str, Any]]] = []
+        # Pictures of lists, dictionaries and objects that the reference holds, by module and name.
+        self.pictures: dict[tuple[str, str], Any] = {}
         copies = dict(self.module.named_modules())
         for name, module in reference.named_modules():
             if name in copies:
                 prefix = f"{name}." if name else ""
                 self.pairs.append((prefix, module, copies[name], dict(vars(module))))
+                for key, value in _containers(module):
+                    self.pictures[prefix, key] = snapshot(value, set())
         self.separate: list[tuple[str, str, str]] = []  # module, tensor, table
         for item in ensemble.spec.per_member:
             for key in item.tensors:
                 stack = ensemble.individual[f"{item.module}.{key}".lstrip(".")]
                 table = "_parameters" if isinstance(stack, nn.Parameter) else "_buffers"
                 self.add_separate(item.module, key, table)
+        differing = {site.layer for site in (*ensemble.spec.sites, *ensemble.spec.low_rank)}
+        differing |= {item.module for item in ensemble.spec.per_member}
+        for name in differing & set(copies):
+            if isinstance(copies[name], nn.Embedding):
+                # torch cannot take sparse gradients through the member's weight.
+                copies[name].sparse = False
         self.scales: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         for name in {site.layer for site in ensemble.spec.sites}:
             if not ensemble.layers[name].mergeable:
@@ -215,6 +265,8 @@ class MemberCopy:
 
     def sync(self) -> None:
         """Copy attributes that were changed on the reference, such as the training mode."""
+        if not torch.compiler.is_compiling():  # it cannot follow pictures of objects
+            self._sync_containers()
         for _, module, copied, before in self.pairs:
             for key, value in vars(module).items():
                 if key in _TABLES or before.get(key, _MISSING) is value:
@@ -223,6 +275,37 @@ class MemberCopy:
                 # The placeholder of a tensor that members have separately is not an attribute.
                 if key not in copied._parameters and key not in copied._buffers:
                     vars(copied)[key] = value
+
+    def _sync_containers(self) -> None:
+        """Copy lists, dictionaries and objects whose contents were changed on the reference."""
+        for prefix, module, copied, before in self.pairs:
+            for key, value in _containers(module):
+                picture = snapshot(value, set())
+                if self.pictures.get((prefix, key)) == picture:
+                    continue
+                self.pictures[prefix, key] = picture
+                memo: dict[int, Any] = {id(original): own for _, original, own, _ in self.pairs}
+                for tensor in (*self.module.parameters(), *self.module.buffers()):
+                    memo[id(tensor)] = tensor
+                vars(copied)[key] = copy.deepcopy(value, memo)
+                before[key] = value
+
+    def changed_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes in which the copy differs from the reference, by module."""
+        attributes = {}
+        for prefix, _, copied, before in self.pairs:
+            changed = {}
+            for key, value in vars(copied).items():
+                if key not in STANDARD_ATTRIBUTES and before.get(key, _MISSING) is not value:
+                    changed[key] = value
+            if changed:
+                attributes[prefix] = changed
+        return attributes
+
+    def set_attributes(self, attributes: Mapping[str, dict[str, Any]]) -> None:
+        """Set attributes that :meth:`changed_attributes` returned."""
+        for prefix, _, copied, _ in self.pairs:
+            vars(copied).update(attributes.get(prefix, {}))
 
     def bind(
         self,
@@ -284,17 +367,21 @@ class StateGuard:
 
     Args:
         copied: the copy that is about to run.
-        keep_values: whether to keep the values of buffers, so that a change can be undone. This is
-            done in the first pass of each mode.
+        keep_values: whether to keep values, so that changes which torch does not count are seen,
+            and changes of buffers can be undone. This is done in the first pass of each mode.
     """
 
     def __init__(self, copied: MemberCopy, *, keep_values: bool):
-        self.parameters: list[tuple[str, Tensor, int]] = []
+        self.parameters: list[tuple[str, Tensor, int, Tensor | None]] = []
         self.buffers: list[tuple[str, nn.Module, str, Tensor, int, Tensor | None]] = []
         for prefix, module, copied_module, _ in copied.pairs:
-            for key, parameter in module._parameters.items():
+            if getattr(module, "max_norm", None) is not None:
+                continue  # an embedding that renormalises its rows does so for every member alike
+            for key in module._parameters:
+                parameter = copied_module._parameters.get(key)
                 if parameter is not None:
-                    self.parameters.append((prefix + key, parameter, _version(parameter)))
+                    saved = parameter.detach().clone() if keep_values else None
+                    self.parameters.append((prefix + key, parameter, _version(parameter), saved))
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     saved = buffer.detach().clone() if keep_values else None
@@ -304,8 +391,10 @@ class StateGuard:
 
     def check_parameters(self) -> None:
         """Raise if the pass changed a parameter in place."""
-        for name, parameter, version in self.parameters:
-            if _version(parameter) != version:
+        for name, parameter, version, saved in self.parameters:
+            # Changes of ``parameter.data`` have no version.
+            is_changed = saved is not None and not _is_equal(parameter.detach(), saved)
+            if is_changed or _version(parameter) != version:
                 raise RuntimeError(
                     f"the forward of the reference changes its parameter {name!r} in place, and "
                     "members share it. Make it a buffer (register_buffer)."
@@ -330,6 +419,16 @@ class StateGuard:
                 )
             changes.append((name, key, saved, new.detach().clone()))
         return changes
+
+
+def _containers(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a module that hold values of their own."""
+    shared = (*PLAIN, Tensor, nn.Module, FunctionType, MethodType, type)
+    containers = []
+    for key, value in vars(module).items():
+        if key not in STANDARD_ATTRIBUTES and not isinstance(value, shared):
+            containers.append((key, value))
+    return containers
 
 
 def _along_channels(values: Tensor, layer: Layer, x: Tensor) -> Tensor:
@@ -377,6 +476,15 @@ def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
             for key in module.parametrizations:
                 tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
     return tensors
+
+
+def copy_attributes(attributes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return a deep copy of the attributes of a member, without autograd graphs."""
+    memo: dict[int, Any] = {}
+    for value in tree_leaves(attributes):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(attributes, memo)
 
 
 def plain_module(copied: MemberCopy) -> nn.Module:

@@ -27,11 +27,13 @@ from embens.ensemble.merged import (
     MemberCopy,
     MergedExecutor,
     computed_tensors,
+    copy_attributes,
     member_tensors,
     modulations_by_layer,
     plain_module,
 )
 from embens.graph.folding import Folded, fold
+from embens.graph.guards import Guard
 from embens.graph.reading import Flow, detached_state, read_flow
 from embens.graph.rowwise import Unfoldable
 from embens.sites import EnsembleSpec, PerMember, Site, find_layers
@@ -39,6 +41,9 @@ from embens.trees import batch_size, gather
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
+
+MOST_FOLDINGS = 16
+"""Number of folded forms that are kept, for different modes, arguments and attributes."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -112,21 +117,31 @@ class EmbeddedEnsemble(nn.Module):
         """Forget everything that is derived from the reference, the spec and the values."""
         self.flow = flow
         self.merged = MergedExecutor(self)
-        self.foldings: list[_Folding] = []
+        self.foldings: list[_Folding] = []  # the latest first
         self.argument_names: list[str] | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
+        # Traced code may have asked for the type or the device of a parameter.
+        self.foldings.clear()
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         for name in ("flow", "merged", "foldings", "argument_names"):
             state.pop(name)
+        state["member_attributes"] = self.merged.member_attributes()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        member_attributes = state.pop("member_attributes")
         super().__setstate__(state)
         self._derive()
+        self.merged.attributes = member_attributes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddedEnsemble":
         memo.update(detached_state(self.reference))
+        for member_copy in self.merged.copies:
+            memo.update(detached_state(member_copy.module))
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -381,22 +396,29 @@ class EmbeddedEnsemble(nn.Module):
             if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
                 return None, []
         modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-        index = self._prepare_folding(ranks, constants, modes)
-        return self.foldings[index].folded, arguments
+        if torch.compiler.is_compiling():
+            index = self._folding_index(ranks, constants, modes)
+            return self.foldings[index].folded, arguments
+        return self._find_folding(ranks, constants, modes).folded, arguments
+
+    def _find_folding(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+    ) -> "_Folding":
+        """Return the folding for one kind of call, which is made on the first such call."""
+        for folding in list(self.foldings):  # other threads may change the list
+            if folding.fits(ranks, constants, modes):
+                return folding
+        folding = _Folding(self, ranks, constants, modes)
+        self.foldings = [*self.foldings[1 - MOST_FOLDINGS :], folding]
+        return folding
 
     @torch.compiler.assume_constant_result
-    def _prepare_folding(
+    def _folding_index(
         self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
     ) -> int:
-        """Return the index of the folding for a kind of call, which is made on the first call.
-
-        The compiler cannot look into tracing, so it calls this function instead.
-        """
-        for index, folding in enumerate(self.foldings):
-            if folding.fits(ranks, constants, modes):
-                return index
-        self.foldings.append(_Folding(self, ranks, constants, modes))
-        return len(self.foldings) - 1
+        """Return the index of a folding. torch.compile cannot follow torch.fx, so it calls this."""
+        folding = self._find_folding(ranks, constants, modes)
+        return self.foldings.index(folding)
 
     def _bind_call(
         self, inputs: tuple, kwargs: dict
@@ -523,15 +545,18 @@ class EmbeddedEnsemble(nn.Module):
         tied: dict[int, Tensor] = {}
         for name, stack in self._sample_values().items():
             values[name] = tied.setdefault(id(stack), stack.detach()[a])
-        return self._plain(values)
+        return self._plain(values, self.merged.member_attributes()[a])
 
-    def _plain(self, values: Mapping[str, Tensor]) -> nn.Module:
-        """Return a plain network with some values in the place of a member's."""
+    def _plain(
+        self, values: Mapping[str, Tensor], attributes: Mapping[str, dict[str, Any]]
+    ) -> nn.Module:
+        """Return a plain network with the values and attributes of one member."""
         with torch.no_grad(), self.merged.lock:
             computed = computed_tensors(self.reference)
             tensors = member_tensors(self.reference, self.layers, self.spec, values, computed)
             tensors = self._with_gradient_flags({**computed, **tensors})
             copied = MemberCopy(self)
+            copied.set_attributes(attributes)
             copied.bind(tensors, modulations_by_layer(self.spec, values))
             return plain_module(copied)
 
@@ -586,6 +611,8 @@ class EmbeddedEnsemble(nn.Module):
         reference = copy.deepcopy(self.reference, detached_state(self.reference))
         ensemble = EmbeddedEnsemble(reference, spec, values, self.flow)
         ensemble.chunk = self.chunk
+        attributes = self.merged.member_attributes()
+        ensemble.merged.attributes = [copy_attributes(attributes[a]) for a in chosen]
         return ensemble
 
     def collapse(self, example_input: Any = None) -> nn.Module:
@@ -633,7 +660,8 @@ class EmbeddedEnsemble(nn.Module):
         Returns:
             The stacked buffer, members first.
         """
-        stack = value.expand(self.members, *value.shape).clone()
+        with torch.inference_mode(False):  # later passes may need gradients
+            stack = value.clone().expand(self.members, *value.shape).clone()
         self.individual.add(f"{module}.{name}".lstrip("."), stack)
         _release(self.reference.get_submodule(module), name)
         item = PerMember(module, (name,))
@@ -740,11 +768,7 @@ class EmbeddedEnsemble(nn.Module):
 
 
 class _Folding:
-    """The folded form for one kind of call, or the reason why there is none.
-
-    Values of plain attributes of modules are part of the traced graph, so a folding is valid as
-    long as they are unchanged.
-    """
+    """The folded form for one kind of call, or the reason why there is none."""
 
     def __init__(
         self,
@@ -754,11 +778,7 @@ class _Folding:
         modes: tuple[bool, ...],
     ):
         self.ranks, self.constants, self.modes = ranks, constants, modes
-        self.attributes: list[tuple[dict[str, Any], str, Any]] = []
-        for module in ensemble.reference.modules():
-            for key, value in vars(module).items():
-                if isinstance(value, _PLAIN):
-                    self.attributes.append((vars(module), key, value))
+        self.guard = Guard(ensemble.reference)
         self.folded: Folded | None = None
         self.reason = ""
         try:
@@ -778,7 +798,10 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
-        return all(attributes.get(key) == value for attributes, key, value in self.attributes)
+        for name, value in constants.items():
+            if type(value) is not type(self.constants[name]):  # True equals 1
+                return False
+        return self.guard.holds()
 
 
 class _FoldedPass:

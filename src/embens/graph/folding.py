@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
+from embens.graph.guards import HOOKS, attributes_of, random_state
 from embens.graph.members import (
     convolution_options,
     write_batch_norm,
@@ -37,7 +38,6 @@ from embens.graph.reading import (
     copy_module,
     is_in_place,
     operation_name,
-    random_state,
 )
 from embens.graph.rowwise import QUERIES, Domain, Unfoldable, Value, infer
 from embens.sites import EnsembleSpec, Layer, Site, is_layer
@@ -58,13 +58,15 @@ ACTIVATIONS = frozenset(nn.modules.activation.__all__) - {"MultiheadAttention"}
 FEATUREWISE = ACTIVATIONS | frozenset(
     "Identity LayerNorm RMSNorm GroupNorm LocalResponseNorm Dropout".split()
 )
+# Operations that may return their input, in evaluation mode or if there is nothing to do.
+ALIASING = VIEWS | RANDOM_FUNCTIONS | frozenset("to float double half bfloat16 type_as".split())
+ALIASING_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, *RANDOM_MODULES)
 # Modules that need an axis of channels and positions after the batch.
 IMAGE_MODULES = frozenset(
     "PixelShuffle PixelUnshuffle ChannelShuffle Upsample UpsamplingNearest2d UpsamplingBilinear2d "
     "Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout InstanceNorm1d InstanceNorm2d "
     "InstanceNorm3d".split()
 )
-_MISSING = object()
 
 
 @dataclass
@@ -115,38 +117,34 @@ def fold(
     """
     root = copy_module(reference)
     _refuse_hooks(root)
-    attributes = [dict(vars(module)) for module in root.modules()]
-    buffers = [dict(module._buffers) for module in root.modules()]
+    attributes = attributes_of(root)
     random_numbers = random_state()
     try:
-        graph = Tracer(root, ranks, constants).trace_graph(root)
+        graph = Tracer(root, ranks, constants).trace_graph(root, exact=True)
     except Exception as error:  # the user's code may raise anything on symbolic values
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise Unfoldable(f"torch.fx cannot trace it: {reason[:200]}") from None
     if random_state() != random_numbers:
         raise Unfoldable("its code draws random numbers")
-    _refuse_state(root, attributes, buffers)
+    _refuse_changes(attributes, attributes_of(root))
     rewriter = Rewriter(root, layers, spec, ranks, per_member_inputs)
     return rewriter.rewrite(graph, reference)
 
 
 def _refuse_hooks(root: nn.Module) -> None:
     for name, module in root.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        if any(getattr(module, hooks) for hooks in HOOKS):
             raise Unfoldable(f"{name or 'the reference'!r} has a hook")
         if "forward" in vars(module):
             raise Unfoldable(f"the forward of {name or 'the reference'!r} was replaced")
 
 
-def _refuse_state(root: nn.Module, attributes: list[dict], buffers: list[dict]) -> None:
-    """Refuse a network whose code assigned an attribute or a buffer while it was traced."""
-    parts = zip(root.named_modules(), attributes, buffers, strict=True)
-    for (name, module), attributes_before, buffers_before in parts:
-        for table, before in ((vars(module), attributes_before), (module._buffers, buffers_before)):
-            for key, value in table.items():
-                if before.get(key, _MISSING) is not value:
-                    raise Unfoldable(f"its code assigns {f'{name}.{key}'.lstrip('.')!r}")
+def _refuse_changes(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Refuse a network whose code changed an attribute or a buffer while it was traced."""
+    for name in (*after, *before):
+        if name not in before or name not in after or before[name] != after[name]:
+            raise Unfoldable(f"its code changes {name!r}")
 
 
 class Rewriter:
@@ -344,6 +342,9 @@ class Rewriter:
             # Every member draws its own numbers.
             value = replace(value, domain=Domain.MEMBER)
         self.emit(node, value)
+        if name in ("view", "reshape") and value.domain is Domain.MEMBER:
+            rows = self.in_suffix[node]
+            self.in_suffix[node] = self.suffix.call_function(whole_blocks, (rows, self.count))
 
     def _check_in_place(self, node: torch.fx.Node) -> None:
         """Refuse in-place operations on values that are used elsewhere.
@@ -353,14 +354,17 @@ class Rewriter:
         target = node.args[0] if node.args else node.kwargs.get("input")
         if not isinstance(target, torch.fx.Node) or target.op in ("placeholder", "get_attr"):
             raise Unfoldable("its code changes an input or a tensor in place")
-        is_view = target.op != "call_module" and operation_name(target.target) in VIEWS
-        is_flatten = target.op == "call_module" and isinstance(
-            self.root.get_submodule(str(target.target)), (nn.Flatten, nn.Unflatten, nn.Identity)
-        )
-        if len(target.users) > 1 or is_view or is_flatten:
+        if len(target.users) > 1 or self._may_alias(target):
             raise Unfoldable("its code changes a value in place that is used elsewhere")
-        if target in self.border or target in self.repeated:
+        domains = [self.facts[source].domain for source in node.all_input_nodes]
+        if self.facts[target].domain < max(domains) or target in self.border:
             raise Unfoldable("its code changes a shared value in place")
+
+    def _may_alias(self, node: torch.fx.Node) -> bool:
+        """Return whether a value may be, or share memory with, the input of its operation."""
+        if node.op == "call_module":
+            return isinstance(self.root.get_submodule(str(node.target)), ALIASING_MODULES)
+        return operation_name(node.target) in ALIASING
 
     def _add_module(self, node: torch.fx.Node) -> None:
         module = self.root.get_submodule(str(node.target))
@@ -558,6 +562,16 @@ def repeat_rows(x: Tensor, count: int) -> Tensor:
     if count == 1:
         return x
     return x.unsqueeze(0).expand(count, *x.shape).flatten(0, 1)
+
+
+def whole_blocks(x: Tensor, count: int) -> Tensor:
+    """Return a reshaped value; raise if a row holds elements of several members."""
+    if x.shape[0] % count:
+        raise RuntimeError(
+            f"the reference reshapes a batch to rows of {x[0].numel()} elements, which the number "
+            f"of elements is not divisible by."
+        )
+    return x
 
 
 def unfold_members(x: Tensor, count: int) -> Tensor:

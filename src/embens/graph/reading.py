@@ -11,7 +11,6 @@ affine, and where its channels are.
 
 import copy
 import inspect
-import random
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from embens.sites import Layer, find_layers, is_layer
@@ -75,6 +75,10 @@ AFFINE = frozenset(
 )
 FLATTENING = frozenset("flatten Flatten view reshape mean amax squeeze".split())
 SHAPE_QUERIES = frozenset("shape size dim ndim numel len dtype device".split())
+TENSOR_QUERIES = frozenset(
+    "requires_grad is_cuda is_meta layout is_sparse is_leaf is_floating_point is_complex "
+    "names __len__ __hash__".split()
+)
 RANDOM_FUNCTIONS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu bernoulli "
     "rand_like randn_like gumbel_softmax rand randn normal uniform multinomial".split()
@@ -123,12 +127,26 @@ class Tracer(torch.fx.Tracer):
         self.tensor_names: dict[int, str] = {}
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             self.tensor_names.setdefault(id(tensor), name)
+        self.parameters_of = {id(module): dict(module._parameters) for module in root.modules()}
         self.open_modules: list[str] = []  # modules whose forward is being traced
 
-    def trace_graph(self, root: nn.Module) -> torch.fx.Graph:
-        """Return the graph of a network."""
-        with _TRACING:
+    def trace_graph(self, root: nn.Module, *, exact: bool = False) -> torch.fx.Graph:
+        """Return the graph of a network.
+
+        Args:
+            root: the network.
+            exact: whether the graph has to give the results of the code at every later call, so
+                that code which computes with tensors outside of the graph is refused.
+        """
+        self.saving_hooks = _saving_hooks() if exact else None
+        self.exact = exact
+        with _TRACING, _OutsideGraph(refused=exact):
             return self.trace(root)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        if self.exact and _saving_hooks() != self.saving_hooks:
+            raise Untraceable("the code recomputes or moves its activations")
+        return super().create_node(*args, **kwargs)
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         """Make placeholders of the symbolic arguments and fill in the constants."""
@@ -170,6 +188,8 @@ class Tracer(torch.fx.Tracer):
         if threading.get_ident() != self.thread:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
+        if any(m._parameters.get(key) is not p for key, p in self.parameters_of[id(m)].items()):
+            raise Untraceable(f"the code replaces the parameters of {name!r}")
         if name not in self.opaque:
             if type(m) is nn.TransformerEncoder:
                 return _trace_encoder(m, *args, **kwargs)
@@ -179,6 +199,38 @@ class Tracer(torch.fx.Tracer):
         result = super().call_module(m, forward, args, kwargs)
         self.open_modules.pop()
         return result
+
+
+def _saving_hooks() -> Any:
+    """Return the hooks that torch.utils.checkpoint and save_on_cpu set, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+class _OutsideGraph(TorchFunctionMode):
+    """Sees computations with real tensors while a network is traced.
+
+    Their results are constants of the graph. Such code looks at values, draws random numbers,
+    updates parameters, or recomputes activations (``torch.utils.checkpoint``).
+
+    Args:
+        refused: whether they are refused; otherwise only changes in place are, as a traced copy
+            shares its parameters with the reference.
+    """
+
+    def __init__(self, *, refused: bool):
+        super().__init__()
+        self.refused = refused
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        is_symbolic = any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves)
+        owner = getattr(func, "__self__", None)  # for a property of a tensor
+        name = getattr(owner, "__name__", None) or getattr(func, "__name__", "")
+        is_query = name in SHAPE_QUERIES or name in TENSOR_QUERIES
+        if is_symbolic or is_query or not (self.refused or is_in_place(name)):
+            return func(*args, **kwargs)
+        raise Untraceable(f"the code computes with tensors that are not inputs ({name!r})")
 
 
 def _trace_encoder(
@@ -252,12 +304,6 @@ def detached_state(module: nn.Module) -> dict[int, Any]:
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     return memo
-
-
-def random_state() -> list[Any]:
-    """Return the states of the global random generators, to see whether code draws numbers."""
-    state: list[Any] = [torch.random.get_rng_state().tolist(), random.getstate()]
-    return state
 
 
 # Data flow

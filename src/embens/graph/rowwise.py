@@ -529,7 +529,7 @@ def _infer_spatial(name: str, value: Any) -> Value:
 
 def _infer_image(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     value = _data(name, args[0])
-    if (value.rank or 0) < 4 and name != "interpolate" or (value.rank or 0) < 3:
+    if ((value.rank or 0) < 4 and name != "interpolate") or (value.rank or 0) < 3:
         raise Unfoldable(f"the argument of {name!r} has no batch axis")
     return value
 
