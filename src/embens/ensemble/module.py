@@ -234,6 +234,8 @@ class EmbeddedEnsemble(nn.Module):
 
     def forward(
         self,
+        x: Any = ...,
+        /,
         *inputs: Any,
         batch: optim.BatchKind = "same",
         chunk: int | None = None,
@@ -242,9 +244,10 @@ class EmbeddedEnsemble(nn.Module):
         """Run all members.
 
         Args:
-            *inputs: positional arguments of the reference.
-            batch: "same": every member sees the inputs; "own": tensors among ``inputs`` have the
-                members as their first axis; "split": row i of every tensor goes to member i mod M.
+            x: first argument of the reference, unless all of them are passed by name.
+            *inputs: further positional arguments of the reference.
+            batch: "same": every member sees the inputs; "own": positional tensors have the members
+                as their first axis; "split": row i of every tensor goes to member i mod M.
             chunk: number of members that run together, instead of ``self.chunk``.
             **kwargs: keyword arguments of the reference.
 
@@ -252,6 +255,10 @@ class EmbeddedEnsemble(nn.Module):
             The outputs with the members as a new first axis, ``(member, batch, …)``; for "split"
             those of the reference, ``(batch, …)``.
         """
+        # With a first argument of its own, torch.export takes the same dynamic_shapes as for
+        # other modules.
+        if x is not ...:
+            inputs = (x, *inputs)
         if batch == "same":
             return self._run(inputs, kwargs, chunk, per_member=False)
         self._check_inputs(inputs, batch)
