@@ -236,6 +236,8 @@ class EmbeddedEnsemble(nn.Module):
 
     def forward(
         self,
+        x: Any = ...,
+        /,
         *inputs: Any,
         batch: optim.BatchKind = "same",
         chunk: int | None = None,
@@ -244,9 +246,10 @@ class EmbeddedEnsemble(nn.Module):
         """Run all members.
 
         Args:
-            *inputs: positional arguments of the reference.
-            batch: "same": every member sees the inputs; "own": tensors among ``inputs`` have the
-                members as their first axis; "split": row i of every tensor goes to member i mod M.
+            x: first argument of the reference, unless all of them are passed by name.
+            *inputs: further positional arguments of the reference.
+            batch: "same": every member sees the inputs; "own": positional tensors have the members
+                as their first axis; "split": row i of every tensor goes to member i mod M.
             chunk: number of members that run together, instead of ``self.chunk``.
             **kwargs: keyword arguments of the reference.
 
@@ -254,6 +257,10 @@ class EmbeddedEnsemble(nn.Module):
             The outputs with the members as a new first axis, ``(member, batch, …)``; for "split"
             those of the reference, ``(batch, …)``.
         """
+        # With a first argument of its own, torch.export takes the same dynamic_shapes as for
+        # other modules.
+        if x is not ...:
+            inputs = (x, *inputs)
         if batch == "same":
             return self._run(inputs, kwargs, chunk, per_member=False)
         self._check_inputs(inputs, batch)
@@ -398,21 +405,29 @@ class EmbeddedEnsemble(nn.Module):
             if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
                 return None, []
         modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+        if torch.compiler.is_compiling():
+            index = self._folding_index(ranks, constants, modes)
+            return self.foldings[index].folded, arguments
         return self._find_folding(ranks, constants, modes).folded, arguments
 
     def _find_folding(
         self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
     ) -> "_Folding":
-        """Return the folding for one kind of call and make it the latest."""
-        foldings = list(self.foldings)  # other threads may change the list
-        for index, folding in enumerate(foldings):
+        """Return the folding for one kind of call, which is made on the first such call."""
+        for folding in list(self.foldings):  # other threads may change the list
             if folding.fits(ranks, constants, modes):
-                if index:
-                    self.foldings = [folding, *foldings[:index], *foldings[index + 1 :]]
                 return folding
         folding = _Folding(self, ranks, constants, modes)
-        self.foldings = [folding, *foldings[: MOST_FOLDINGS - 1]]
+        self.foldings = [*self.foldings[1 - MOST_FOLDINGS :], folding]
         return folding
+
+    @torch.compiler.assume_constant_result
+    def _folding_index(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+    ) -> int:
+        """Return the index of a folding. torch.compile cannot follow torch.fx, so it calls this."""
+        folding = self._find_folding(ranks, constants, modes)
+        return self.foldings.index(folding)
 
     def _bind_call(
         self, inputs: tuple, kwargs: dict
@@ -698,7 +713,7 @@ class EmbeddedEnsemble(nn.Module):
 
         Before the first call this is judged for an input with two axes.
         """
-        folding = self.foldings[0] if self.foldings else None
+        folding = self.foldings[-1] if self.foldings else None
         if folding is None:
             names = _required_names(self.reference)
             if not names:
