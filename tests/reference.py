@@ -1,29 +1,30 @@
-"""Naive, slow truths that the tests compare with."""
-
-from __future__ import annotations
+"""Slow reference implementations for tests."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from embens import EmbeddedEnsemble
-from embens.ensemble.layers import Modulated, Modulation
+
+
+@dataclass
+class Modulation:
+    """Values of a site, ``(member, size)``, and the number of features per value."""
+
+    values: Tensor
+    repeat: int
 
 
 def modulations(ensemble: EmbeddedEnsemble) -> dict[tuple[str, str], Modulation]:
     """Return every modulation by (layer, kind)."""
-    found: dict[tuple[str, str], Modulation] = {}
-    for path, module in ensemble.network.named_modules():
-        name = ".".join(p for p in path.split(".") if p not in ("module", "layer"))
-        if isinstance(module, Modulated):
-            found |= {
-                (name, kind): getattr(module, kind)
-                for kind in ("pre", "post")
-                if getattr(module, kind) is not None
-            }
-    return found
+    by_site = {}
+    for site in ensemble.spec.sites:
+        values = ensemble.site_values(site)
+        by_site[site.layer, site.kind] = Modulation(values, site.repeat)
+    return by_site
 
 
 def member_by_hand(reference: nn.Module, ensemble: EmbeddedEnsemble, a: int) -> nn.Module:
