@@ -113,6 +113,7 @@ class EmbeddedEnsemble(nn.Module):
         self.flow = flow
         self._merged: MergedExecutor | None = None
         self.foldings: list[_Folding] = []  # the latest first
+        self.call_reason = ""  # why the latest call could not be folded, whatever the code does
         self.argument_names: list[str] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
@@ -122,7 +123,7 @@ class EmbeddedEnsemble(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("flow", "_merged", "foldings", "argument_names"):
+        for name in ("flow", "_merged", "foldings", "call_reason", "argument_names"):
             state.pop(name)
         state["member_attributes"] = self.merged.member_attributes()
         return state
@@ -393,6 +394,7 @@ class EmbeddedEnsemble(nn.Module):
         """Return the folded network for a call, and its tensor arguments; None: run merged."""
         call = self._bind_call(inputs, kwargs)
         if call is None:
+            self.call_reason = "its arguments are not tensors or plain values with fixed names"
             return None, []
         tensors, constants = call
         arguments = list(tensors.values())
@@ -403,7 +405,10 @@ class EmbeddedEnsemble(nn.Module):
         rows = arguments[0].shape[batch_axis] if arguments[0].dim() > batch_axis else 0
         for tensor in arguments[1:]:
             if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
+                self.call_reason = "its arguments have different numbers of rows"
                 return None, []
+        if self.call_reason:
+            self.call_reason = ""
         modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
         if torch.compiler.is_compiling():
             index = self._folding_index(ranks, constants, modes)
@@ -713,6 +718,8 @@ class EmbeddedEnsemble(nn.Module):
 
         Before the first call this is judged for an input with two axes.
         """
+        if self.call_reason:
+            return f"merged: {self.call_reason}"
         folding = self.foldings[-1] if self.foldings else None
         if folding is None:
             names = _required_names(self.reference)
