@@ -112,7 +112,7 @@ def predict(rounds: int) -> list[Row]:
     generator = np.random.default_rng(0)
     x = generator.normal(size=(5000, 10))
     y = (x[:, 0] + x[:, 1] ** 2 > 1).astype(int)
-    model = EmbeddedEnsembleClassifier(tune=False, epochs=5, random_state=0)
+    model = EmbeddedEnsembleClassifier(tune=False, max_epochs=5, random_state=0)
     model.fit(x[:1000], y[:1000])
     model.predict_proba(x[:100])
     sizes = random.sample(range(200, 5000), rounds)
