@@ -770,9 +770,16 @@ class _Folding:
         for name, value in constants.items():
             if type(value) is not type(self.constants[name]):  # True equals 1
                 return False
-        if _module_state(self.reference) != self.state:
+        if not _is_equal(_module_state(self.reference), self.state):
             return False
         return self.guard is None or self.guard.holds()
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    try:
+        return left == right
+    except (RuntimeError, ValueError):  # another tensor or array with several elements
+        return False
 
 
 def _module_state(reference: nn.Module) -> list[tuple[dict[str, Any], list[nn.Module], int]]:

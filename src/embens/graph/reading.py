@@ -478,10 +478,9 @@ class FlowReader:
         if layer.inputs and not spatial:
             self._note_channels(layer, inputs, positions)
         recurrent = isinstance(module, nn.RNNBase)
-        affine = frozenset() if recurrent else inputs.affine
+        affine = frozenset() if recurrent else inputs.affine | {layer.name}
         channels = layer.outputs if spatial else None
         upstream = inputs.upstream | {layer.name}
-        affine = affine | {layer.name}
         return Trail(upstream, affine, channels, random=inputs.random)
 
     def _note_channels(self, layer: Layer, inputs: Trail, positions: bool) -> None:
