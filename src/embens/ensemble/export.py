@@ -90,7 +90,7 @@ def _export(
             cleanup.callback(setattr, ensemble, "chunk", ensemble.chunk)
             ensemble.chunk = ensemble.members
         expected = [function(*batch) for batch in batches]
-        for rows in (torch.export.Dim("batch", min=1), torch.export.Dim.AUTO):
+        for rows in (torch.export.Dim("batch"), torch.export.Dim.AUTO):
             try:
                 model = function.convert(batches[0], rows)
                 for key, value in notes.items():
