@@ -289,6 +289,11 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     shared: dict[int, Any] = detached_state(module)
     for tensor in (*module.parameters(), *module.buffers()):
         shared[id(tensor)] = tensor
+    for part in module.modules():
+        for value in vars(part).values():
+            # A placeholder of a per-member tensor; torch.export refuses to copy it.
+            if isinstance(value, Tensor) and value.is_meta:
+                shared[id(value)] = value
     shared.update(memo or {})
     return copy.deepcopy(module, shared)
 
