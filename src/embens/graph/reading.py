@@ -636,7 +636,9 @@ def _trace_flow(reference: nn.Module) -> Flow | None:
     constants = {p.name: p.default for p in parameters if p.default is not p.empty}
     opaque: set[str] = set()
     while True:
-        root = copy_module(reference).train()
+        # Parametrizations run while the code is traced, and some update their buffers.
+        buffers = {id(buffer): buffer.detach().clone() for buffer in reference.buffers()}
+        root = copy_module(reference, buffers).train()
         tracer = Tracer(root, required, constants, opaque)
         try:
             graph = tracer.trace_graph(root)
