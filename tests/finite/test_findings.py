@@ -12,8 +12,8 @@ from torch import nn
 import embens
 from embens import laws
 from embens.finite import diagnose
-from embens.finite.values import plain_reference
 from embens.finite.findings import CHECKS, ignores_gradient_scale, optimizer_class
+from embens.finite.values import plain_reference
 
 
 def codes(ensemble: embens.EmbeddedEnsemble, **kwargs) -> list[str]:

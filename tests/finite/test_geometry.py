@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import embens
 from embens import laws
-from embens.finite.values import site_values
 from embens.finite.geometry import (
     cosines,
     gradient_cosines,
@@ -26,6 +25,7 @@ from embens.finite.geometry import (
     shared_layer_names,
     vector_gram,
 )
+from embens.finite.values import site_values
 
 MEMBERS = 3
 ATTENTIVE = ("transformer", "encoder layer, time first", "cross attention")

@@ -12,9 +12,9 @@ from tabular.problems import classes_of, classifier, fitted, mixed_table, regres
 from embens import laws
 from embens.files import Refused, read_tree, write_tree
 from embens.tabular import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor, load
-from embens.tabular.storage import FORMAT
 from embens.tabular.defaults import FAMILIES
 from embens.tabular.frames import from_frame
+from embens.tabular.storage import FORMAT
 
 
 def predictions(model, X):

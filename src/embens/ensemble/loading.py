@@ -76,15 +76,8 @@ def _stacks(
             )
         return tensor
 
+    # The order is that of embens.embed.build, so that optimizers find their parameters.
     values: dict[str, Tensor] = {}
-    for site in spec.sites:
-        if not site.fresh:
-            tensor = stack(site.key, (site.size,))
-            values[site.key] = nn.Parameter(tensor) if site.trainable else tensor
-    for low_rank in spec.low_rank:
-        for part in ("left", "right"):
-            key = f"{low_rank.layer}.{part}"
-            values[key] = nn.Parameter(stack(key))
     tied: dict[int, Tensor] = {}
     for item in spec.per_member:
         for tensor_name in item.tensors:
@@ -96,6 +89,14 @@ def _stacks(
                     tied[id(original)] = nn.Parameter(tensor, original.requires_grad)
                 tensor = tied[id(original)]
             values[key] = tensor
+    for site in spec.sites:
+        if not site.fresh:
+            tensor = stack(site.key, (site.size,))
+            values[site.key] = nn.Parameter(tensor) if site.trainable else tensor
+    for low_rank in spec.low_rank:
+        for part in ("left", "right"):
+            key = f"{low_rank.layer}.{part}"
+            values[key] = nn.Parameter(stack(key))
     return values
 
 

@@ -1,15 +1,18 @@
 r"""The merged executor: the definition of a member.
 
-Member :math:`a` is the reference with other tensors: modulated weights :math:`v_a u_a^\top \circ W`,
-low-rank or separate weights, and its own buffers. :func:`member_tensors` computes them. The executor
-keeps a copy of the reference for each member. A copy has the user's classes and code and shares every
-tensor that does not differ; before a pass the member's tensors are put into its parameter slots. So
-control flow, hooks, tied weights, code that mixes samples, and state in attributes behave as in a
-network of their own, and recomputation in the backward pass finds the member's weights.
+Member :math:`a` is the reference with other tensors: modulated weights
+:math:`v_a u_a^\top \circ W`, low-rank or separate weights, and its own buffers.
+:func:`member_tensors` computes them. The executor keeps a copy of the reference for each member. A
+copy has the user's classes and code and shares every tensor that does not differ. Before a pass the
+member's tensors are put into its parameter slots. So control flow, hooks, tied weights, code that
+mixes samples, and state in attributes behave as in a separate network, and recomputation in the
+backward pass finds the member's weights.
 """
 
+import copy
 import threading
 from collections.abc import Mapping
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from embens.graph.guards import PLAIN, STANDARD_ATTRIBUTES, snapshot
 from embens.graph.reading import copy_module
 from embens.sites import EnsembleSpec, Layer, modulate
 
@@ -109,16 +113,39 @@ class MergedExecutor:
         self.lock = threading.RLock()  # a copy holds the tensors of one pass at a time
         self.copies: list[MemberCopy] = []
         self.structure: list[Any] = []
+        # Attributes that the user's code has set, by member and module, for copies yet to be made.
+        self.attributes: list[dict[str, dict[str, Any]]] = []
         self.checked_modes: set[tuple[bool, ...]] = set()
         self.changes_inputs = False  # whether the user's code changes its inputs in place
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
+        self._prepare_copies()
+        return computed_tensors(self.ensemble.reference)
+
+    @torch.compiler.assume_constant_result
+    def _prepare_copies(self) -> bool:
+        """Make the copies again if the reference has other modules or hooks.
+
+        The compiler cannot look into copying, so it calls this function instead.
+        """
         structure = _structure(self.ensemble.reference)
         if structure != self.structure or len(self.copies) != self.ensemble.members:
+            self._make_copies()
             self.structure = structure
-            self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
-        return computed_tensors(self.ensemble.reference)
+        return True
+
+    def _make_copies(self) -> None:
+        attributes = self.member_attributes()
+        self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
+        for copied, member_attributes in zip(self.copies, attributes, strict=True):
+            copied.set_attributes(member_attributes)
+
+    def member_attributes(self) -> list[dict[str, dict[str, Any]]]:
+        """Return the attributes that the user's code has set, by member and module."""
+        if self.copies:
+            return [copied.changed_attributes() for copied in self.copies]
+        return self.attributes or [{} for _ in range(self.ensemble.members)]
 
     def run(
         self,
@@ -206,17 +233,27 @@ class MemberCopy:
             _remove_parametrizations(module)
         # Modules of the reference with their copies, and the attributes that both began with.
         self.pairs: list[tuple[str, nn.Module, nn.Module, dict[str, Any]]] = []
+        # Pictures of lists, dictionaries and objects that the reference holds, by module and name.
+        self.pictures: dict[tuple[str, str], Any] = {}
         copies = dict(self.module.named_modules())
         for name, module in reference.named_modules():
             if name in copies:
                 prefix = f"{name}." if name else ""
                 self.pairs.append((prefix, module, copies[name], dict(vars(module))))
+                for key, value in _containers(module):
+                    self.pictures[prefix, key] = snapshot(value, set())
         self.separate: list[tuple[str, str, str]] = []  # module, tensor, table
         for item in ensemble.spec.per_member:
             for key in item.tensors:
                 stack = ensemble.individual[f"{item.module}.{key}".lstrip(".")]
                 table = "_parameters" if isinstance(stack, nn.Parameter) else "_buffers"
                 self.add_separate(item.module, key, table)
+        differing = {site.layer for site in (*ensemble.spec.sites, *ensemble.spec.low_rank)}
+        differing |= {item.module for item in ensemble.spec.per_member}
+        for name in differing & set(copies):
+            if isinstance(copies[name], nn.Embedding):
+                # torch cannot take sparse gradients through the member's weight.
+                copies[name].sparse = False
         self.scales: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         for name in {site.layer for site in ensemble.spec.sites}:
             if not ensemble.layers[name].mergeable:
@@ -229,6 +266,8 @@ class MemberCopy:
 
     def sync(self) -> None:
         """Copy attributes that were changed on the reference, such as the training mode."""
+        if not torch.compiler.is_compiling():  # it cannot follow pictures of objects
+            self._sync_containers()
         for _, module, copied, before in self.pairs:
             for key, value in vars(module).items():
                 if key in _TABLES or before.get(key, _MISSING) is value:
@@ -237,6 +276,37 @@ class MemberCopy:
                 # The placeholder of a tensor that members have separately is not an attribute.
                 if key not in copied._parameters and key not in copied._buffers:
                     vars(copied)[key] = value
+
+    def _sync_containers(self) -> None:
+        """Copy lists, dictionaries and objects whose contents were changed on the reference."""
+        for prefix, module, copied, before in self.pairs:
+            for key, value in _containers(module):
+                picture = snapshot(value, set())
+                if self.pictures.get((prefix, key)) == picture:
+                    continue
+                self.pictures[prefix, key] = picture
+                memo: dict[int, Any] = {id(original): own for _, original, own, _ in self.pairs}
+                for tensor in (*self.module.parameters(), *self.module.buffers()):
+                    memo[id(tensor)] = tensor
+                vars(copied)[key] = copy.deepcopy(value, memo)
+                before[key] = value
+
+    def changed_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes in which the copy differs from the reference, by module."""
+        attributes = {}
+        for prefix, _, copied, before in self.pairs:
+            changed = {}
+            for key, value in vars(copied).items():
+                if key not in STANDARD_ATTRIBUTES and before.get(key, _MISSING) is not value:
+                    changed[key] = value
+            if changed:
+                attributes[prefix] = changed
+        return attributes
+
+    def set_attributes(self, attributes: Mapping[str, dict[str, Any]]) -> None:
+        """Set attributes that :meth:`changed_attributes` returned."""
+        for prefix, _, copied, _ in self.pairs:
+            vars(copied).update(attributes.get(prefix, {}))
 
     def bind(
         self,
@@ -251,9 +321,9 @@ class MemberCopy:
                 slots = getattr(copied, table)
                 for key, tensor in getattr(module, table).items():
                     slots[key] = tensors.get(prefix + key, tensor)
-            if parametrize.is_parametrized(module):
-                for key in module.parametrizations:
-                    copied._parameters[key] = tensors[prefix + key]
+            slots = copied.__dict__["_parameters"]
+            for key in parametrized_names(module):
+                slots[key] = tensors[prefix + key]
         for name, key, table in self.separate:
             slots = getattr(self.module.get_submodule(name), table)
             slots[key] = tensors[f"{name}.{key}".lstrip(".")]
@@ -298,17 +368,21 @@ class StateGuard:
 
     Args:
         copied: the copy that is about to run.
-        keep_values: whether to keep the values of buffers, so that a change can be undone. This is
-            done in the first pass of each mode.
+        keep_values: whether to keep values, so that changes which torch does not count are seen,
+            and changes of buffers can be undone. This is done in the first pass of each mode.
     """
 
     def __init__(self, copied: MemberCopy, *, keep_values: bool):
-        self.parameters: list[tuple[str, Tensor, int]] = []
+        self.parameters: list[tuple[str, Tensor, int, Tensor | None]] = []
         self.buffers: list[tuple[str, nn.Module, str, Tensor, int, Tensor | None]] = []
         for prefix, module, copied_module, _ in copied.pairs:
-            for key, parameter in module._parameters.items():
+            if getattr(module, "max_norm", None) is not None:
+                continue  # an embedding that renormalises its rows does so for every member alike
+            for key in module._parameters:
+                parameter = copied_module._parameters.get(key)
                 if parameter is not None:
-                    self.parameters.append((prefix + key, parameter, _version(parameter)))
+                    saved = parameter.detach().clone() if keep_values else None
+                    self.parameters.append((prefix + key, parameter, _version(parameter), saved))
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     saved = buffer.detach().clone() if keep_values else None
@@ -318,8 +392,10 @@ class StateGuard:
 
     def check_parameters(self) -> None:
         """Raise if the pass changed a parameter in place."""
-        for name, parameter, version in self.parameters:
-            if _version(parameter) != version:
+        for name, parameter, version, saved in self.parameters:
+            # Changes of ``parameter.data`` have no version.
+            is_changed = saved is not None and not _is_equal(parameter.detach(), saved)
+            if is_changed or _version(parameter) != version:
                 raise RuntimeError(
                     f"the forward of the reference changes its parameter {name!r} in place, and "
                     "members share it. Make it a buffer (register_buffer)."
@@ -344,6 +420,16 @@ class StateGuard:
                 )
             changes.append((name, key, saved, new.detach().clone()))
         return changes
+
+
+def _containers(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a module that hold values of their own."""
+    shared = (*PLAIN, Tensor, nn.Module, FunctionType, MethodType, type)
+    containers = []
+    for key, value in vars(module).items():
+        if key not in STANDARD_ATTRIBUTES and not isinstance(value, shared):
+            containers.append((key, value))
+    return containers
 
 
 def _along_channels(values: Tensor, layer: Layer, x: Tensor) -> Tensor:
@@ -375,8 +461,8 @@ def _remove_parametrizations(module: nn.Module) -> None:
     ``parametrize.remove_parametrizations`` would change the class that the copy shares with the
     reference.
     """
-    if parametrize.is_parametrized(module):
-        names = list(module.parametrizations)
+    names = parametrized_names(module)
+    if names:
         del module._modules["parametrizations"]
         module.__class__ = type(module).__mro__[1]
         for name in names:
@@ -387,10 +473,26 @@ def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that parametrizations compute, by name."""
     tensors = {}
     for name, module in reference.named_modules():
-        if parametrize.is_parametrized(module):
-            for key in module.parametrizations:
-                tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
+        for key in parametrized_names(module):
+            tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
     return tensors
+
+
+def parametrized_names(module: nn.Module) -> list[str]:
+    """Return the names of the tensors that parametrizations of a module compute."""
+    if not parametrize.is_parametrized(module):
+        return []
+    parametrizations: Any = module.parametrizations
+    return list(parametrizations)
+
+
+def copy_attributes(attributes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return a deep copy of the attributes of a member, without autograd graphs."""
+    memo: dict[int, Any] = {}
+    for value in tree_leaves(attributes):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(attributes, memo)
 
 
 def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
@@ -405,13 +507,15 @@ def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
             ensemble.reference, ensemble.layers, ensemble.spec, values, computed
         )
         scales = modulations_by_layer(ensemble.spec, values)
-        return plain_network(ensemble, {**computed, **tensors}, scales)
+        attributes = ensemble.merged.member_attributes()[a]
+        return plain_network(ensemble, {**computed, **tensors}, scales, attributes)
 
 
 def plain_network(
     ensemble: "EmbeddedEnsemble",
     tensors: Mapping[str, Tensor],
     scales: dict[str, tuple[Tensor | None, Tensor | None]],
+    attributes: Mapping[str, dict[str, Any]] | None = None,
 ) -> nn.Module:
     """Return a copy of the reference with some tensors replaced; all tensors are cloned.
 
@@ -419,8 +523,10 @@ def plain_network(
         ensemble: the ensemble.
         tensors: tensors to replace, by name.
         scales: modulations of layers that are scaled by hooks.
+        attributes: attributes that the member's code has assigned, by module.
     """
     copied = MemberCopy(ensemble)
+    copied.set_attributes(attributes or {})
     copied.bind(tensors, scales)
     trainable = {name: p.requires_grad for name, p in ensemble.reference.named_parameters()}
     clones: dict[int, Any] = {}

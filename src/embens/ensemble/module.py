@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
-from embens.ensemble.merged import MergedExecutor
+from embens.ensemble.merged import MergedExecutor, copy_attributes
 from embens.graph.folding import Folded, fold, has_user_code
 from embens.graph.guards import Guard
 from embens.graph.reading import Flow, detached_state
@@ -32,6 +32,9 @@ from embens.trees import batch_size, gather
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
+
+MOST_FOLDINGS = 16
+"""Number of folded forms that are kept, for different modes, arguments and attributes."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -102,13 +105,15 @@ class EmbeddedEnsemble(nn.Module):
         if spec.frozen:
             for parameter in reference.parameters():
                 parameter.requires_grad_(False)
+        self.register_load_state_dict_post_hook(_ignore_added_counters)
         self._derive(flow)
 
     def _derive(self, flow: Flow | None = None) -> None:
         """Forget everything that is derived from the reference, the spec and the values."""
         self.flow = flow
         self._merged: MergedExecutor | None = None
-        self.foldings: list[_Folding] = []
+        self.foldings: list[_Folding] = []  # the latest first
+        self.call_reason = ""  # why the latest call could not be folded, whatever the code does
         self.argument_names: list[str] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
@@ -118,16 +123,21 @@ class EmbeddedEnsemble(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("flow", "_merged", "foldings", "argument_names"):
+        for name in ("flow", "_merged", "foldings", "call_reason", "argument_names"):
             state.pop(name)
+        state["member_attributes"] = self.merged.member_attributes()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        member_attributes = state.pop("member_attributes")
         super().__setstate__(state)
         self._derive()
+        self.merged.attributes = member_attributes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddedEnsemble":
         memo.update(detached_state(self.reference))
+        for member_copy in self.merged.copies:
+            memo.update(detached_state(member_copy.module))
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -227,6 +237,8 @@ class EmbeddedEnsemble(nn.Module):
 
     def forward(
         self,
+        x: Any = ...,
+        /,
         *inputs: Any,
         batch: optim.BatchKind = "same",
         chunk: int | None = None,
@@ -235,9 +247,10 @@ class EmbeddedEnsemble(nn.Module):
         """Run all members.
 
         Args:
-            *inputs: positional arguments of the reference.
-            batch: "same": every member sees the inputs; "own": tensors among ``inputs`` have the
-                members as their first axis; "split": row i of every tensor goes to member i mod M.
+            x: first argument of the reference, unless all of them are passed by name.
+            *inputs: further positional arguments of the reference.
+            batch: "same": every member sees the inputs; "own": positional tensors have the members
+                as their first axis; "split": row i of every tensor goes to member i mod M.
             chunk: number of members that run together, instead of ``self.chunk``.
             **kwargs: keyword arguments of the reference.
 
@@ -245,6 +258,10 @@ class EmbeddedEnsemble(nn.Module):
             The outputs with the members as a new first axis, ``(member, batch, …)``; for "split"
             those of the reference, ``(batch, …)``.
         """
+        # With a first argument of its own, torch.export takes the same dynamic_shapes as for
+        # other modules.
+        if x is not ...:
+            inputs = (x, *inputs)
         if batch == "same":
             return self._run(inputs, kwargs, chunk, per_member=False)
         self._check_inputs(inputs, batch)
@@ -377,6 +394,7 @@ class EmbeddedEnsemble(nn.Module):
         """Return the folded network for a call, and its tensor arguments; None: run merged."""
         call = self._bind_call(inputs, kwargs)
         if call is None:
+            self.call_reason = "its arguments are not tensors or plain values with fixed names"
             return None, []
         tensors, constants = call
         arguments = list(tensors.values())
@@ -387,14 +405,34 @@ class EmbeddedEnsemble(nn.Module):
         rows = arguments[0].shape[batch_axis] if arguments[0].dim() > batch_axis else 0
         for tensor in arguments[1:]:
             if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
+                self.call_reason = "its arguments have different numbers of rows"
                 return None, []
+        if self.call_reason:
+            self.call_reason = ""
         modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-        for folding in self.foldings:
+        if torch.compiler.is_compiling():
+            index = self._folding_index(ranks, constants, modes)
+            return self.foldings[index].folded, arguments
+        return self._find_folding(ranks, constants, modes).folded, arguments
+
+    def _find_folding(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+    ) -> "_Folding":
+        """Return the folding for one kind of call, which is made on the first such call."""
+        for folding in list(self.foldings):  # other threads may change the list
             if folding.fits(ranks, constants, modes):
-                return folding.folded, arguments
+                return folding
         folding = _Folding(self, ranks, constants, modes)
-        self.foldings.insert(0, folding)
-        return folding.folded, arguments
+        self.foldings = [*self.foldings[1 - MOST_FOLDINGS :], folding]
+        return folding
+
+    @torch.compiler.assume_constant_result
+    def _folding_index(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+    ) -> int:
+        """Return the index of a folding. torch.compile cannot follow torch.fx, so it calls this."""
+        folding = self._find_folding(ranks, constants, modes)
+        return self.foldings.index(folding)
 
     def _bind_call(
         self, inputs: tuple, kwargs: dict
@@ -556,6 +594,8 @@ class EmbeddedEnsemble(nn.Module):
         reference = copy.deepcopy(self.reference, detached_state(self.reference))
         ensemble = EmbeddedEnsemble(reference, spec, values, self.flow)
         ensemble.chunk = self.chunk
+        attributes = self.merged.member_attributes()
+        ensemble.merged.attributes = [copy_attributes(attributes[a]) for a in chosen]
         return ensemble
 
     def collapse(self, example_input: Any = None) -> nn.Module:
@@ -585,7 +625,8 @@ class EmbeddedEnsemble(nn.Module):
         Returns:
             The stacked buffer, members first.
         """
-        stack = value.expand(self.members, *value.shape).clone()
+        with torch.inference_mode(False):  # later passes may need gradients
+            stack = value.clone().expand(self.members, *value.shape).clone()
         self.individual.add(f"{module}.{name}".lstrip("."), stack)
         _release(self.reference.get_submodule(module), name)
         item = PerMember(module, (name,))
@@ -677,7 +718,9 @@ class EmbeddedEnsemble(nn.Module):
 
         Before the first call this is judged for an input with two axes.
         """
-        folding = self.foldings[0] if self.foldings else None
+        if self.call_reason:
+            return f"merged: {self.call_reason}"
+        folding = self.foldings[-1] if self.foldings else None
         if folding is None:
             names = _required_names(self.reference)
             if not names:
@@ -724,6 +767,9 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
+        for name, value in constants.items():
+            if type(value) is not type(self.constants[name]):  # True equals 1
+                return False
         if _module_state(self.reference) != self.state:
             return False
         return self.guard is None or self.guard.holds()
@@ -813,6 +859,21 @@ def _release(module: nn.Module, name: str) -> None:
             assert tensor is not None
             module._non_persistent_buffers_set.discard(name)
             vars(module)[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:
+    """Ignore counters that BatchNorm adds to a state without version numbers.
+
+    Such a state is a plain dictionary, for example from a safetensors file. BatchNorm takes it for
+    one of an old torch and adds ``num_batches_tracked``, also where members have it separately.
+    """
+    added = []
+    for item in ensemble.spec.per_member:
+        if "num_batches_tracked" in item.tensors:
+            added.append(f"reference.{item.module}.num_batches_tracked")
+    for key in list(keys.unexpected_keys):
+        if key.endswith(tuple(added)):
+            keys.unexpected_keys.remove(key)
 
 
 def _argument_names(reference: nn.Module) -> list[str]:

@@ -1,7 +1,7 @@
 """``nn.MultiheadAttention`` in the folded form: four projections and what is between them.
 
-torch's own module reads its packed weights without calling layers, so the projections of members are
-written out here, option by option.
+torch's own module reads its packed weights without calling layers, so the projections of members
+are written out here, option by option.
 """
 
 import inspect

@@ -284,7 +284,7 @@ class Rewriter:
             self.border[source] = self.suffix.placeholder(f"shared_{source.name}")
         return self.border[source]
 
-    def argument(self, source: torch.fx.Node, domain: Domain) -> torch.fx.Node:
+    def argument(self, source: Any, domain: Domain) -> torch.fx.Node:
         """Return the node for a value in the graph of a domain; shared rows are repeated."""
         if domain is not Domain.MEMBER:
             return self.in_prefix[source]
@@ -342,8 +342,9 @@ class Rewriter:
         name = full_name.strip("_")
         if is_in_place(full_name) or node.kwargs.get("inplace") is True:
             self._check_in_place(node)
-        args = map_arg(node.args, lambda source: self.facts[source])
-        kwargs = map_arg(dict(node.kwargs), lambda source: self.facts[source])
+        facts: Any = self.facts
+        args: Any = map_arg(node.args, lambda source: facts[source])
+        kwargs: Any = map_arg(dict(node.kwargs), lambda source: facts[source])
         value = infer(name, list(args), dict(kwargs))
         is_random = name in RANDOM_FUNCTIONS
         if name == "dropout":
@@ -356,6 +357,9 @@ class Rewriter:
             # Every member draws its own numbers.
             value = replace(value, domain=Domain.MEMBER)
         self.emit(node, value)
+        if name in ("view", "reshape") and value.domain is Domain.MEMBER:
+            rows = self.in_suffix[node]
+            self.in_suffix[node] = self.suffix.call_function(whole_blocks, (rows, self.count))
 
     def _check_in_place(self, node: torch.fx.Node) -> None:
         """Refuse in-place operations on values that are used elsewhere.
@@ -605,6 +609,16 @@ def repeat_rows(x: Tensor, count: int) -> Tensor:
     if count == 1:
         return x
     return x.unsqueeze(0).expand(count, *x.shape).flatten(0, 1)
+
+
+def whole_blocks(x: Tensor, count: int) -> Tensor:
+    """Return a reshaped value; raise if a row holds elements of several members."""
+    if x.shape[0] % count:
+        raise RuntimeError(
+            f"the reference reshapes a batch to rows of {x[0].numel()} elements, which the number "
+            f"of elements is not divisible by."
+        )
+    return x
 
 
 def unfold_members(x: Tensor, count: int) -> Tensor:

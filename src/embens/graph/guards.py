@@ -23,8 +23,9 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-# Attributes that every nn.Module has, apart from ``training``.
-_TABLES = frozenset(vars(nn.Module())) - {"training"}
+STANDARD_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has."""
+
 _LIBRARIES = ("torch", "numpy", "math", "typing", "embens", "builtins", "functools", "inspect")
 
 
@@ -80,7 +81,7 @@ def attributes_of(root: nn.Module) -> dict[str, Any]:
     for name, module in root.named_modules():
         prefix = f"{name}." if name else ""
         for key, value in vars(module).items():
-            if key not in _TABLES:
+            if key not in STANDARD_ATTRIBUTES:
                 pictures[prefix + key] = snapshot(value, seen)
         for table in (module._buffers, module._parameters, module._modules):
             for key, value in table.items():
@@ -110,9 +111,12 @@ class Guard:
         for module in root.modules():
             self.modules.append((module, dict(vars(module)), dict(module._modules)))
             for key, value in vars(module).items():
-                if isinstance(value, (FunctionType, MethodType)):
-                    functions.append(getattr(value, "__func__", value))
-                elif key not in _TABLES and not isinstance(value, (*PLAIN, Tensor, nn.Module)):
+                function = value.__func__ if isinstance(value, MethodType) else value
+                if isinstance(function, FunctionType):
+                    functions.append(function)
+                elif key not in STANDARD_ATTRIBUTES and not isinstance(
+                    value, (*PLAIN, Tensor, nn.Module)
+                ):
                     containers.append(value)
         self.containers = containers
         self.cells: list[Any] = []
@@ -177,7 +181,8 @@ class Guard:
         for namespace, name, value in self.names:
             if namespace.get(name) != value:
                 return False
-        return self._picture() == self.picture
+        # torch.compile has guards for containers of its own and cannot follow a picture.
+        return torch.compiler.is_compiling() or self._picture() == self.picture
 
 
 def _namespaces(function: FunctionType) -> Iterator[dict[str, Any]]:

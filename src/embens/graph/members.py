@@ -223,15 +223,18 @@ def member_batch_norm(
     eps: float,
 ) -> Tensor:
     """Normalise the rows of each member by its own statistics, and update them."""
-    *arguments, batches = tensors
+    batches = tensors[4]
     if uses_batch and batches is not None:
         batches.add_(1)
     outputs = []
     for a, block in enumerate(blocks_of(x, count, is_shared=False)):
         chosen = []
-        for tensor, is_separate in zip(arguments, separate, strict=False):
+        for tensor, is_separate in zip(tensors, separate, strict=True):
             chosen.append(tensor[a] if tensor is not None and is_separate else tensor)
-        outputs.append(F.batch_norm(block, *chosen, uses_batch, momentum or 0.0, eps))
+        mean, variance, weight, bias, _ = chosen
+        outputs.append(
+            F.batch_norm(block, mean, variance, weight, bias, uses_batch, momentum or 0.0, eps)
+        )
     return outputs[0] if count == 1 else torch.cat(outputs)
 
 

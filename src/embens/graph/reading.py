@@ -138,8 +138,15 @@ class Tracer(torch.fx.Tracer):
             exact: whether the graph has to give the results of the code at every later call, so
                 that code which computes with tensors outside of the graph is refused.
         """
+        self.saving_hooks = _saving_hooks() if exact else None
+        self.exact = exact
         with _TRACING, _OutsideGraph(refused=exact):
             return self.trace(root)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        if self.exact and _saving_hooks() != self.saving_hooks:
+            raise Untraceable("the code recomputes or moves its activations")
+        return super().create_node(*args, **kwargs)
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         """Make placeholders of the symbolic arguments and fill in the constants."""
@@ -192,6 +199,11 @@ class Tracer(torch.fx.Tracer):
         result = super().call_module(m, forward, args, kwargs)
         self.open_modules.pop()
         return result
+
+
+def _saving_hooks() -> Any:
+    """Return the hooks that torch.utils.checkpoint and save_on_cpu set, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class _OutsideGraph(TorchFunctionMode):
@@ -487,11 +499,11 @@ class FlowReader:
             earlier |= self.flow.upstream.get(name, set()) - {name}
         nearest = [self.layers[name] for name in inputs.upstream - earlier if name in self.layers]
         modules = [self.root.get_submodule(near.module) for near in nearest]
-        if nearest and all(isinstance(module, _ConvNd) for module in modules):
-            if all(near.outputs != layer.inputs for near in nearest):
-                self.flow.guesses.append(
-                    f"how the {layer.inputs} input features of {layer.name!r} make channels"
-                )
+        follows_images = bool(nearest) and all(isinstance(m, _ConvNd) for m in modules)
+        if follows_images and all(near.outputs != layer.inputs for near in nearest):
+            self.flow.guesses.append(
+                f"how the {layer.inputs} input features of {layer.name!r} make channels"
+            )
 
     def _apply_attention(self, name: str, trails: list[Trail], joint: Trail) -> Trail:
         projections = [f"{name}.{part}".lstrip(".") for part in ("q_proj", "k_proj", "v_proj")]

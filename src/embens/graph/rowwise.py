@@ -1,7 +1,7 @@
 """Which operations treat the rows of a batch independently.
 
-Members run as one larger batch whose first axis holds a block of rows for each member. That is right
-where an operation maps concatenated blocks to the concatenation of its results on each block.
+Members run as one larger batch whose first axis holds a block of rows for each member. That is
+right where an operation maps concatenated blocks to the concatenation of its results on each block.
 :func:`infer` knows this for functions and methods of torch by name, arguments and the ranks of the
 values; anything else raises :class:`Unfoldable`.
 """
@@ -486,7 +486,7 @@ def _infer_embedding(name: str, args: list[Any], kwargs: dict[str, Any]) -> Valu
 
 def _infer_attention(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     values = [_data(name, value) for value in args[:3]]
-    ranks = {value.rank for value in values}
+    ranks = {value.rank or 0 for value in values}
     if len(values) != 3 or len(ranks) != 1 or min(ranks) < 3:
         raise Unfoldable("the arguments of attention have different ranks")
     if any(value.domain is Domain.CONSTANT for value in values):

@@ -1,42 +1,43 @@
-"""Saving and loading: nothing lost, nothing executed, nothing foreign accepted."""
-
-from __future__ import annotations
+"""Saving and loading: nothing is lost, nothing is executed, damaged files raise."""
 
 import copy
 import dataclasses
 import json
 import pickle
+import re
 import signal
 from functools import partial
 
-import cases
 import pytest
 import torch
-from cases import ARCHITECTURES, Residual
+from cases import ARCHITECTURES, FAMILIES, Residual
 from safetensors.torch import save_file
 from torch import nn
 
 import embens
 from embens import laws
-from embens.ensemble import storage
+from embens.ensemble import saving
 from embens.files import Refused, read_tensors, write_tensors
 
-FAMILIES = {
-    "batch ensemble": lambda r: embens.batch_ensemble(r, 3, p=0.3),
-    "frozen masks": lambda r: embens.mc_dropout(r, 3),
-    "fresh masks": lambda r: embens.mc_dropout(r, 3, law=laws.Ternary(), fresh=True),
-    "last layer": lambda r: embens.last_layer_dropout(r, 3, law=laws.Rademacher()),
-    "independent": lambda r: embens.independent(r, 3),
-    **{
-        name: partial(family, members=3)
-        for name, family in (cases.FAMILIES | cases.STOCHASTIC).items()
-    },
-    "by site": lambda r: embens.embed(r, 3, pre=None, sites="all", trainable=False),
+SAVED = {
+    **FAMILIES,
+    "fresh masks": partial(embens.mc_dropout, law=laws.Ternary()),
+    "last layer": partial(embens.last_layer_dropout, law=laws.Rademacher()),
+    "joint law": partial(embens.embed, pre=None, post=laws.Correlated(-0.2)),
 }
 
 
 def mlp(width: int = 6) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def train(ensemble: embens.EmbeddedEnsemble, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Take a few steps of gradient descent."""
+    optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.05))
+    for _ in range(2):
+        optimizer.zero_grad()
+        ensemble.objective(ensemble(x), y).backward()
+        optimizer.step()
 
 
 @pytest.fixture
@@ -45,30 +46,31 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("family", SAVED)
 def test_a_loaded_ensemble_is_the_saved_one(case, family, path):
+    if case.name == "recurrent" and family in ("low rank", "lora"):
+        pytest.skip("recurrent layers have no low-rank members")
     reference, x = case.build(), case.inputs(torch.Generator().manual_seed(0))
-    ensemble = family(reference).eval()
+    ensemble = SAVED[family](reference, members=3).eval()
     with torch.no_grad():
         for p in ensemble.parameters():
             p.add_(0.1)
     ensemble.save(path)
     loaded = embens.load(path, case.build()).eval()
-    assert loaded.plan == ensemble.plan
+    assert loaded.spec == ensemble.spec
     for a, b in zip(loaded.state_dict().items(), ensemble.state_dict().items(), strict=True):
         assert a[0] == b[0]
         assert torch.equal(a[1], b[1])
-    states = []
-    for e in (ensemble, loaded):
-        torch.manual_seed(0)
-        states.append(e(x))
-    assert torch.equal(*states)
-    assert [p.requires_grad for p in loaded.parameters()] == [
-        p.requires_grad for p in ensemble.parameters()
-    ]
+    outputs = []
+    for twin in (ensemble, loaded):
+        torch.manual_seed(0)  # decides fresh masks
+        outputs.append(twin(x))
+    assert torch.equal(*outputs)
+    trained = [p.requires_grad for p in ensemble.parameters()]
+    assert [p.requires_grad for p in loaded.parameters()] == trained
 
 
-def test_the_reference_that_is_given_is_not_changed(path):
+def test_loading_does_not_change_the_reference(path):
     embens.batch_ensemble(mlp(), 3).save(path)
     reference = mlp()
     before = [p.clone() for p in reference.parameters()]
@@ -76,7 +78,7 @@ def test_the_reference_that_is_given_is_not_changed(path):
     assert all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True))
 
 
-def test_a_law_of_the_users_own_is_loaded_once_its_class_is_defined(path, monkeypatch):
+def test_a_law_of_the_user_is_loaded_if_its_class_is_defined(path, monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Halves(laws.Discrete):
         value: float = 0.5
@@ -86,14 +88,14 @@ def test_a_law_of_the_users_own_is_loaded_once_its_class_is_defined(path, monkey
             return ((-self.value, 0.5), (self.value, 0.5))
 
     embens.embed(mlp(), 2, pre=Halves(0.25)).save(path)
-    assert Halves(0.25) in {s.law for s in embens.load(path, mlp()).plan.sites}
-    monkeypatch.setattr(laws, "known", dict)  # as in a process that does not define it
+    assert Halves(0.25) in {s.law for s in embens.load(path, mlp()).spec.sites}
+    monkeypatch.setattr(laws, "known", dict)  # as in a process without the class
     with pytest.raises(ValueError, match=r"'Halves' that is not known here.*import the module"):
         embens.load(path, mlp())
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.001, 0.3, 0.999])
-def test_a_truncated_file_is_refused(path, keep):
+def test_a_truncated_file_raises(path, keep):
     embens.batch_ensemble(mlp(), 3).save(path)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep)])
@@ -102,7 +104,7 @@ def test_a_truncated_file_is_refused(path, keep):
 
 
 class Trap:
-    """Would leave a mark if it were unpickled."""
+    """Sets an attribute if it is unpickled."""
 
     fired = False
 
@@ -110,7 +112,7 @@ class Trap:
         return (setattr, (Trap, "fired", True))
 
 
-def test_foreign_files_are_refused_and_never_executed(path):
+def test_other_files_raise_and_are_never_executed(path):
     path.write_bytes(pickle.dumps(Trap()))
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         embens.load(path, mlp())
@@ -118,65 +120,65 @@ def test_foreign_files_are_refused_and_never_executed(path):
     save_file({"a": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="no embens header"):
         embens.load(path, mlp())
-    for header in ("{", "[]", "7", "[" * 100_000, '{"format": "embens ensemble", "version": 3}'):
+    for header in ("{", "[]", "7", "[" * 100_000, '{"format": "embens ensemble", "version": 4}'):
         save_file({"a": torch.zeros(2)}, path, {"embens": header})
         with pytest.raises(ValueError, match=r"ensemble.safetensors (can't|has no|is damaged)"):
             embens.load(path, mlp())
 
 
 @pytest.mark.parametrize(
-    ("version", "advice"), [(2, "the embens that wrote"), (99, "newer embens")]
+    ("version", "advice"), [(3, "the embens that wrote"), (99, "newer embens")]
 )
-def test_another_version_says_what_reads_it(path, version, advice):
+def test_a_file_of_another_version_raises_with_advice(path, version, advice):
     header = {"format": "embens ensemble", "version": version}
     save_file({}, path, {"embens": json.dumps(header)})
-    with pytest.raises(ValueError, match=rf"version {version}, this embens reads 3; .*{advice}"):
+    with pytest.raises(ValueError, match=rf"version {version}, this embens reads 4; .*{advice}"):
         embens.load(path, mlp())
 
 
-def edit(path, change=lambda plan: None, tensors=lambda tensors: None) -> None:
-    """Change header and tensors as someone who knows the checksum."""
-    header, found = read_tensors(path, storage.FORMAT)
-    change(header["plan"])
-    tensors(found)
-    write_tensors(path, storage.FORMAT, header, found)
+def edit(path, change=lambda spec: None, change_tensors=lambda tensors: None) -> None:
+    """Change header and tensors of a file, with a valid checksum."""
+    header, tensors = read_tensors(path, saving.FORMAT)
+    change(header["spec"])
+    change_tensors(tensors)
+    write_tensors(path, saving.FORMAT, header, tensors)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda plan: plan.update(members=-1),
-        lambda plan: plan.update(members="many"),
-        lambda plan: plan["sites"][0].update(size=10**12),
-        lambda plan: plan["sites"][0].update(kind="sideways"),
-        lambda plan: plan["sites"][0]["law"].update(p="os.system"),
-        lambda plan: plan["sites"][0]["law"].update(law="__import__"),
-        lambda plan: plan["sites"][0].update(layer="nowhere"),
-        lambda plan: plan.update(own=[["0", ["__class__"]]]),
-        lambda plan: plan.update(surprise=1),
-        lambda plan: plan.update(subset={"members": [0, 1, 7], "of": 4}),
-        lambda plan: plan.update(subset={"members": [0, 1], "of": 4}),
-        lambda plan: plan.update(subset={"members": 3, "of": 4}),
-        lambda plan: plan.update(members=10**9),
-        lambda plan: plan.update(sites=7),
-        lambda plan: plan.pop("folding"),
+        lambda spec: spec.update(members=-1),
+        lambda spec: spec.update(members="many"),
+        lambda spec: spec["sites"][0].update(size=10**12),
+        lambda spec: spec["sites"][0].update(kind="sideways"),
+        lambda spec: spec["sites"][0]["law"].update(p="os.system"),
+        lambda spec: spec["sites"][0]["law"].update(law="__import__"),
+        lambda spec: spec["sites"][0].update(layer="nowhere"),
+        lambda spec: spec.update(per_member=[["0", ["__class__"]]]),
+        lambda spec: spec.update(surprise=1),
+        lambda spec: spec.update(chosen=[0, 1, 7], sampled=4),
+        lambda spec: spec.update(chosen=[0, 1], sampled=4),
+        lambda spec: spec.update(chosen=3, sampled=4),
+        lambda spec: spec.update(members=10**9),
+        lambda spec: spec.update(sites=7),
+        lambda spec: spec.pop("low_rank"),
     ],
 )
-def test_a_header_that_was_tampered_with_is_refused_before_anything_is_built(path, change):
+def test_an_invalid_header_raises_before_anything_is_built(path, change):
     embens.batch_ensemble(mlp(), 3).save(path)
     edit(path, change)
-    with pytest.raises(Refused, match=r"^ensemble.safetensors can't be read: "):
+    with pytest.raises(Refused, match=r"^ensemble.safetensors(:| can't be read:) "):
         embens.load(path, mlp())
 
 
-def test_more_separate_networks_than_the_file_holds_are_refused_before_any_memory_is_taken(path):
+def test_more_members_than_the_file_holds_raise_before_memory_is_allocated(path):
     embens.independent(mlp(), 3).save(path)
-    edit(path, lambda plan: plan.update(members=10**9))
-    with pytest.raises(Refused, match="disagree on the number of members"):
+    edit(path, lambda spec: spec.update(members=10**9))
+    with pytest.raises(Refused, match="header and tensors disagree"):
         embens.load(path, mlp())
 
 
-def test_a_flipped_bit_anywhere_is_refused(path):
+def test_a_flipped_bit_raises(path):
     embens.batch_ensemble(mlp(), 3).save(path)
     content = path.read_bytes()
     for place in range(0, len(content), 37):
@@ -187,28 +189,30 @@ def test_a_flipped_bit_anywhere_is_refused(path):
             embens.load(path, mlp())
 
 
-def test_a_file_without_a_checksum_is_refused(path):
+def test_a_file_without_a_checksum_raises(path):
     embens.batch_ensemble(mlp(), 3).save(path)
-    header, tensors = read_tensors(path, storage.FORMAT)
+    header, tensors = read_tensors(path, saving.FORMAT)
     save_file(tensors, path, {"embens": json.dumps(header)})
     with pytest.raises(Refused, match="another checksum"):
         embens.load(path, mlp())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.bfloat16])
-def test_tensors_of_another_type_are_refused(path, dtype):
+def test_tensors_of_another_type_raise(path, dtype):
     embens.batch_ensemble(mlp(), 3).save(path)
 
     def change(tensors):
         name = next(name for name in tensors if name.endswith("bias"))
         tensors[name] = tensors[name].to(dtype)
 
-    edit(path, tensors=change)
-    with pytest.raises(Refused, match=rf"bias' is .*{dtype}.* in the reference .*torch.float32"):
+    edit(path, change_tensors=change)
+    with pytest.raises(
+        Refused, match=rf"bias' has shape .*{dtype}, the reference has .*torch.float32"
+    ):
         embens.load(path, mlp())
 
 
-def test_a_reference_of_another_type_is_refused_and_one_of_the_same_is_loaded(path):
+def test_a_reference_of_another_type_raises(path):
     ensemble = embens.batch_ensemble(mlp().double(), 3)
     ensemble.save(path)
     with pytest.raises(Refused, match=r"reference.to\(torch.float64\)"):
@@ -217,12 +221,12 @@ def test_a_reference_of_another_type_is_refused_and_one_of_the_same_is_loaded(pa
     assert torch.equal(embens.load(path, mlp().double())(x), ensemble(x))
 
 
-def test_weights_that_are_nan_are_warned_of(path):
+def test_nan_in_a_file_is_reported(path):
     ensemble = embens.batch_ensemble(mlp(), 3)
     with torch.no_grad():
         next(iter(ensemble.shared_parameters()))[0, 0] = torch.nan
     ensemble.save(path)
-    with pytest.warns(UserWarning, match=r"was saved with NaN in network\."):
+    with pytest.warns(UserWarning, match=r"was saved with NaN in reference\."):
         embens.load(path, mlp())
 
 
@@ -234,8 +238,8 @@ def test_saving_through_a_link_keeps_the_link(path, tmp_path):
     assert embens.load(target, mlp()).members == 3
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="there are no limits on files here")
-def test_a_full_disk_is_an_error_that_says_where_and_leaves_the_old_file(path):
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="the system has no limit of file sizes")
+def test_a_full_disk_raises_with_the_path_and_leaves_the_old_file(path):
     import resource
 
     embens.batch_ensemble(mlp(), 3).save(path)
@@ -252,9 +256,9 @@ def test_a_full_disk_is_an_error_that_says_where_and_leaves_the_old_file(path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_another_architecture_is_refused_with_the_difference(path):
+def test_another_architecture_raises_with_the_difference(path):
     embens.batch_ensemble(mlp(), 3).save(path)
-    with pytest.raises(ValueError, match=r"reference.s layer needs 7, which is another shape"):
+    with pytest.raises(ValueError, match=r"reference.s layer has 7 channels: another shape"):
         embens.load(path, mlp(width=7))
     with pytest.raises(ValueError, match="the reference has no module '2'"):
         embens.load(path, nn.Sequential(nn.Linear(3, 6)))
@@ -262,7 +266,7 @@ def test_another_architecture_is_refused_with_the_difference(path):
         embens.load(path, Residual())
 
 
-def test_a_missing_file_or_folder_is_said_to_be_missing(tmp_path):
+def test_a_missing_file_or_folder_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         embens.load(tmp_path / "nothing", mlp())
     with pytest.raises(FileNotFoundError, match="does not exist"):
@@ -294,42 +298,26 @@ def test_a_saved_file_has_the_permissions_of_any_new_file(path, tmp_path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def small_file(case, family, path):
-    """Return a reference, an ensemble with other members' numbers, and its outputs."""
+BATCHED = [case for case in ARCHITECTURES if case.name in ("mlp", "residual", "transformer")]
+
+
+@pytest.mark.parametrize("case", BATCHED, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_of_the_members_are_combined_with_the_same_reference_again(case, family, path):
     torch.manual_seed(0)
     reference, x = case.build(), case.inputs(torch.Generator().manual_seed(0))
-    ensemble = family(reference)
+    ensemble = FAMILIES[family](reference, members=3)
     with torch.no_grad():
         for parameter in ensemble.individual_parameters():
             parameter.add_(0.1)
-    ensemble.train()(x)  # running statistics, also of what members share
+    ensemble.train()(x)  # changes running statistics
     ensemble.eval().save(path, shared=False)
-    return reference, ensemble, x
-
-
-SMALL = {**FAMILIES, "mimo": lambda r: embens.mimo(r, 3)}
-SMALL.pop("fresh masks")
-
-
-@pytest.mark.parametrize(
-    "case", [c for c in ARCHITECTURES if c.name in ("mlp", "residual", "transformer")], ids=str
-)
-@pytest.mark.parametrize("family", SMALL.values(), ids=SMALL)
-def test_members_numbers_alone_are_joined_to_the_same_reference_again(case, family, path):
-    reference, ensemble, x = small_file(case, family, path)
     loaded = embens.load(path, reference).eval()
-    assert loaded.plan == ensemble.plan
-    for a, b in zip(loaded.state_dict().items(), ensemble.state_dict().items(), strict=True):
-        assert a[0] == b[0]
-        assert torch.equal(a[1], b[1])
-    outputs = []
-    for each in (loaded, ensemble):
-        torch.manual_seed(0)  # some families draw numbers at every pass
-        outputs.append(each(x))
-    assert torch.equal(*outputs)
+    assert loaded.spec == ensemble.spec
+    assert torch.equal(loaded(x), ensemble(x))
     shared = {id(p) for p in ensemble.shared_parameters()}
     state = ensemble.state_dict(keep_vars=True).items()
-    kept = read_tensors(path, storage.FORMAT)[1].keys()
+    kept = read_tensors(path, saving.FORMAT)[1].keys()
     assert kept == {name for name, tensor in state if id(tensor) not in shared}
     if not shared:
         return
@@ -341,23 +329,23 @@ def test_members_numbers_alone_are_joined_to_the_same_reference_again(case, fami
         embens.load(path, other)
 
 
-def test_a_file_of_members_numbers_is_small_and_trained_members_of_a_frozen_network_fit(path):
+def test_a_file_without_shared_parameters_is_small(path):
     reference = embens.networks.mlp(8, 128, 3, 2).requires_grad_(False)
     ensemble = embens.batch_ensemble(reference, 4)
     x, y = torch.randn(40, 8), torch.arange(40) % 2
-    embens.fit(ensemble, (x, y), epochs=2, lr=0.05)
+    train(ensemble, x, y)
     ensemble.save(path, shared=False)
     assert path.stat().st_size < 0.25 * sum(p.nbytes for p in reference.parameters())
     assert torch.equal(embens.load(path, reference)(x), ensemble(x))
 
 
-def test_shared_weights_that_were_trained_do_not_fit_the_reference_of_before(path):
+def test_trained_shared_weights_do_not_fit_the_untrained_reference(path):
     reference = mlp()
     ensemble = embens.batch_ensemble(reference, 3)
     x, y = torch.randn(40, 3), torch.arange(40) % 2
-    embens.fit(ensemble, (x, y), epochs=1)
+    train(ensemble, x, y)
     ensemble.save(path, shared=False)
-    with pytest.raises(ValueError, match=r"other weights \('network.*save the whole ensemble"):
+    with pytest.raises(ValueError, match=r"other weights \('reference.*save the whole ensemble"):
         embens.load(path, reference)
     with pytest.raises(ValueError, match="other weights"):
         embens.load(path, mlp().double())
@@ -374,28 +362,63 @@ def test_shared_weights_that_were_trained_do_not_fit_the_reference_of_before(pat
         lambda header: header.pop("shared"),
     ],
 )
-def test_tampered_fingerprints_are_refused(path, change):
+def test_invalid_fingerprints_raise(path, change):
     reference = mlp()
     embens.batch_ensemble(reference, 3).save(path, shared=False)
-    header, tensors = read_tensors(path, storage.FORMAT)
+    header, tensors = read_tensors(path, saving.FORMAT)
     change(header)
-    write_tensors(path, storage.FORMAT, header, tensors)
+    write_tensors(path, saving.FORMAT, header, tensors)
     with pytest.raises(ValueError, match=r"weights|read|no tensor"):
         embens.load(path, reference)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_file_in_which_attention_is_one_layer_is_refused(tmp_path, shared):
-    reference = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
-    embens.batch_ensemble(reference, 2).save(tmp_path / "new", shared=shared)
-    header, tensors = read_tensors(tmp_path / "new", storage.FORMAT)
-    old = "network.self_attn.attention.in_proj_weight"
-    if shared:
-        tensors[old] = reference.self_attn.in_proj_weight.detach()
-    else:
-        header["shared"][old] = "0"
-    header = {k: v for k, v in header.items() if k not in ("format", "version")}
-    write_tensors(tmp_path / "old", storage.FORMAT, header, tensors)
-    with pytest.raises(Refused, match=r"attention of version 0\.2|the reference has other weights"):
-        embens.load(tmp_path / "old", reference)
-    embens.load(tmp_path / "new", reference)
+# Folders
+
+
+def reference(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
+    )
+
+
+@pytest.mark.parametrize("by", ["modulations", "low_rank", "head"])
+def test_a_folder_holds_the_values_of_the_members_and_a_card(by, tmp_path):
+    net, x = reference(), torch.randn(30, 4)
+    ensemble = embens.adapt(net, 3, by=by, trunk="frozen")
+    train(ensemble, x, torch.arange(30) % 3)
+    ensemble.save_pretrained(tmp_path / "new" / "folder", base="somebody/network: v2")
+    card = (tmp_path / "new" / "folder" / saving.CARD).read_text()
+    assert 'base_model: "somebody/network: v2"\n' in card  # a quoted string of YAML
+    folder = tmp_path / "new" / "folder"
+    assert {path.name for path in folder.iterdir()} == {saving.FILE, saving.CARD}
+    other_head = reference()
+    nn.init.zeros_(other_head[4].weight)  # members have separate heads
+    again = embens.load(folder, other_head)
+    torch.testing.assert_close(again(x), ensemble(x))
+    ensemble.save(tmp_path / "whole")
+    if by == "head":
+        assert (folder / saving.FILE).stat().st_size < 0.5 * (tmp_path / "whole").stat().st_size
+    with pytest.raises(Exception, match="the reference has other weights"):
+        embens.load(folder, reference(1))
+
+
+def test_the_card_describes_the_ensemble_and_its_code_runs(tmp_path, monkeypatch):
+    net = reference()
+    ensemble = embens.adapt(net, 3, by="modulations", trunk="trained")
+    ensemble.save_pretrained(tmp_path / "folder", results={"log loss": 0.12345})
+    text = (tmp_path / "folder" / saving.CARD).read_text()
+    assert text.startswith("---\nlibrary_name: embens\ntags: [ensemble, uncertainty, adapt]\n---\n")
+    for part in ("# 3 members in one Sequential\n", "| log loss | 0.12345 |", "separate '4'"):
+        assert part in text
+    individual = sum(p.numel() for p in ensemble.individual_parameters())
+    shared = sum(p.numel() for p in ensemble.shared_parameters())
+    assert f"| {individual:,} |" in text
+    assert f"| {shared:,}, in the file |" in text
+    assert "Normal(mean=1.0, std=" in text
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    monkeypatch.chdir(tmp_path)
+    names = {"inputs": torch.ones(2, 4), "net": net, "folder": "folder"}
+    exec(code.replace("reference = ...", "reference = net"), names)
+    expected = embens.predict(ensemble, torch.ones(2, 4)).probabilities
+    torch.testing.assert_close(names["prediction"].probabilities, expected)
