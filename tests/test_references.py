@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from embens.reading.state import find_state
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reference import modulations

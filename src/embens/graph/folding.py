@@ -378,7 +378,8 @@ class Rewriter:
         if len(target.users) > 1 or self._may_alias(target):
             raise Unfoldable("its code changes a value in place that is used elsewhere")
         domains = [self.facts[source].domain for source in node.all_input_nodes]
-        if self.facts[target].domain < max(domains) or target in self.border:
+        is_shared = target in self.border and target not in self.in_suffix
+        if self.facts[target].domain < max(domains) or is_shared:
             raise Unfoldable("its code changes a shared value in place")
 
     def _may_alias(self, node: torch.fx.Node) -> bool:
