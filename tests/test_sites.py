@@ -119,7 +119,7 @@ def test_the_layer_of_gpt2_is_registered_by_name():
 
 
 def test_an_invalid_registration_raises():
-    with pytest.raises(ValueError, match="weight.*'inout'"):
+    with pytest.raises(ValueError, match=r"weight.*'inout'"):
         embens.register_layer(Swapped, lambda layer: (1, 1), weight="inout")
     with pytest.raises(TypeError, match="channels must be a function of a layer"):
         embens.register_layer(Swapped, (1, 1))
@@ -231,5 +231,5 @@ def test_a_reference_of_another_architecture_raises():
         spec.check_reference(other)
     without_statistics = Residual()
     without_statistics.blocks[0].norm1 = nn.BatchNorm2d(6, track_running_stats=False)
-    with pytest.raises(ValueError, match="'blocks.0.norm1' has no tensor 'running_mean'"):
+    with pytest.raises(ValueError, match=r"'blocks\.0\.norm1' has no tensor 'running_mean'"):
         spec.check_reference(without_statistics)

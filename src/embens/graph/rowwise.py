@@ -235,7 +235,11 @@ def _index_constant(value: Value, indices: list[Any]) -> Value:
             rank -= 1
         elif item is None:
             rank += 1
-    leading = 1 if indices[0] is None else None
+    leading = None
+    if indices[0] is None:
+        leading = 1
+    elif isinstance(indices[0], slice) and indices[0] == slice(None):
+        leading = value.leading
     return Value(Domain.CONSTANT, rank, leading=leading)
 
 
