@@ -22,7 +22,7 @@ def run_merged(
     ensemble: embens.EmbeddedEnsemble, inputs: tuple, kwargs: dict[str, Any], *, own: bool = False
 ) -> Any:
     """Return the outputs of the merged executor, members first."""
-    values = ensemble._sample_values()
+    values = ensemble.sample_values()
     return gather(list(ensemble._run_merged(inputs, kwargs, values, per_member=own)), torch.cat)
 
 
