@@ -67,6 +67,7 @@ _REACH = 12.0  # exp(-REACH² / 4) is below the rounding error
 _HELD_NUMBERS = 2**23  # coefficients in memory at once
 _ROOT_COUNTS = (8, 12, 16, 24, 32, 48, 64, 96)
 _CORRELATION_COUNTS = (33, 65, 129, 257, 513, 1025)
+_NEGLIGIBLE = 1e-15  # relative error of a node that gets fewer terms than others
 _HELD_TABLES = 32  # of one activation
 
 
@@ -337,8 +338,10 @@ class Smooth(Dual):
             for terms in _TERMS:
                 missing = (moments - self._second_moments(root, nodes, terms)).abs()
                 missing = (missing / exact[:, None].clamp(min=1e-300)).amax(0)
-                accurate = missing * len(missing) < self.target / 2
-                if terms == _TERMS[-1]:
+                # Between members an error of c_n is multiplied by c_n of larger v, to first order.
+                # So values that get fewer terms than others must be more accurate.
+                accurate = missing < _NEGLIGIBLE
+                if terms == _TERMS[-1] or float(missing.sum()) < self.target / 2:
                     accurate = torch.ones_like(accurate)
                 error = error + float(missing[accurate].sum())
                 if accurate.any():
