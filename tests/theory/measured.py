@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -89,3 +90,10 @@ def points(n: int = 3, features: int = 5, seed: int = 0) -> Tensor:
 def images(n: int = 2, channels: int = 2, size: int = 4, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, channels, size, size, generator=generator)
+
+
+def long_except(cases, quick):
+    """Return test parameters for all cases, with the mark ``long`` for those that are not quick."""
+    missing = set(quick) - set(cases)
+    assert not missing, missing
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.long) for case in cases]

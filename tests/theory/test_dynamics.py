@@ -281,7 +281,7 @@ class TestDescent:
             descent.mean(0.5)
 
     def test_needs_a_rate_that_is_one(self):
-        with pytest.raises(ValueError, match="rate must be a number >= 0; got -1"):
+        with pytest.raises(ValueError, match="rate must be a number >= 0, got -1"):
             gradient_descent(*split(random_kernels()), targets(TRAIN), rate=-1.0)
 
 
@@ -326,7 +326,12 @@ class TestTrainedEnsembles:
         [
             (laws.Normal(), 3.0, {}),
             (laws.Shifted(0.7), 2.0, {"individual_rate": 2.0}),
-            (laws.Shifted(0.7), 1.0, {"trainable": False, "activation": "erf"}),
+            pytest.param(
+                laws.Shifted(0.7),
+                1.0,
+                {"trainable": False, "activation": "erf"},
+                marks=pytest.mark.long,
+            ),
         ],
     )
     def test_are_predicted_from_their_own_start_the_better_the_wider(self, law, gamma, options):
@@ -351,6 +356,7 @@ class TestTrainedEnsembles:
         assert wide < 0.06
         assert wide < 0.5 * narrow
 
+    @pytest.mark.long
     def test_have_the_moments_of_the_table_over_initialisations(self):
         """Many networks at once, written by hand; tolerances: 4.5 standard errors and 1/width."""
         seeds, members, width, law, gamma = 240, 3, 512, laws.Shifted(0.7), 2.0

@@ -44,7 +44,7 @@ def test_site_values_make_a_member_of_the_reference():
 
 def test_resampled_masks_have_no_values():
     ensemble = embens.mc_dropout(networks.mlp(5, 4, 1), 3, fresh=True)
-    with pytest.raises(ValueError, match="resampled at each pass"):
+    with pytest.raises(ValueError, match="drawn at each pass"):
         site_values(ensemble, ensemble.spec.sites[0])
 
 

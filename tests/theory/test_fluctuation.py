@@ -127,6 +127,7 @@ def measured_of_ensembles(make, x, draws):
 
 
 class TestEnsembles:
+    @pytest.mark.long
     def test_with_masks_of_equal_size_fluctuate_less_than_with_independent_ones(self):
         x = points(1).float()
 
@@ -148,6 +149,7 @@ class TestEnsembles:
         expected = (6 * kappa**2 - 2 * kappa + 1) / 60
         assert fluctuation(ensemble, points(1)).item() == pytest.approx(expected)
 
+    @pytest.mark.long
     def test_of_images_are_those_of_drawn_ones(self):
         x = images(1, 3, 6)
 

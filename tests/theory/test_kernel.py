@@ -145,9 +145,9 @@ class TestNaturalGamma:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
-            ({"members": 0}, ValueError, "members must be at least 1"),
-            ({"shared_rate": -1}, ValueError, "shared_rate must be a number >= 0; got -1"),
-            ({"individual_rate": "1"}, TypeError, "individual_rate must be a number >= 0; got '1'"),
+            ({"members": 0}, ValueError, "members must be a positive integer, got 0"),
+            ({"shared_rate": -1}, ValueError, "shared_rate must be a number >= 0, got -1"),
+            ({"individual_rate": "1"}, TypeError, "individual_rate must be a number >= 0, got '1'"),
         ],
     )
     def test_says_what_it_expects(self, arguments, error, message):

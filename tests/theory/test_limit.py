@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from theory.measured import average, expected, measured_kernels, points
+from theory.measured import average, expected, long_except, measured_kernels, points
 from torch import nn
 
 import embens
@@ -139,7 +139,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = (
+    "relu, pre only, normal",
+    "relu, law by layer",
+    "relu, masks",
+    "relu, own last layer",
+    "relu, standard with biases",
+    "tanh, dropout",
+    "softplus, with biases",
+)
+
+
+@pytest.mark.parametrize("name", long_except(CASES, QUICK))
 def test_wide_networks_have_these_kernels(name):
     activation, depth, options = CASES[name]
     options = dict(options)
@@ -184,6 +195,7 @@ def test_outputs_have_this_covariance():
             assert ((mean[a, b] - limit).abs() <= 4 * error[a, b] + 0.01 * limit.abs()).all()
 
 
+@pytest.mark.long
 def test_kernels_are_approached_at_the_theoretical_rate():
     """The mean squared error of a tangent kernel falls as 1/width, for same and cross alike."""
     x, seeds, widths = points(2), 64, [64, 512, 4096]
@@ -324,6 +336,7 @@ def test_input_modulations_give_kernels_of_the_drawn_members():
         torch.testing.assert_close(k.nngp.same[a], k.nngp.cross[a, a])
 
 
+@pytest.mark.long
 def test_trainable_input_modulations_have_the_mean_tangents_of_wide_networks():
     x = points(2, features=3)
     values = laws.Normal().sample((2, 3), torch.Generator().manual_seed(3))

@@ -7,10 +7,10 @@ import torch
 from theory.integrals import FEW, GEOMETRIES, SMOOTH, all_five, by_grid, functions_of, name
 from torch import nn
 
-from embens.laws import Bernoulli, Discrete, Law, Normal, Rademacher, Shifted
+from embens.laws import Discrete, Law, Normal, Rademacher, Shifted
 from embens.networks import Cos, Erf, Sin
 from embens.theory.activations import dual, register
-from embens.theory.quadrature import Smooth, law_nodes
+from embens.theory.quadrature import Smooth
 
 
 class TestQuadrature:
@@ -23,7 +23,7 @@ class TestQuadrature:
 
     @pytest.mark.parametrize(
         ("module", "law"),
-        [*((m, Shifted(0.7)) for m in SMOOTH), *((m, Normal()) for m in list(SMOOTH)[::4])],
+        [*((m, Shifted(0.7)) for m in list(SMOOTH)[::3]), (list(SMOOTH)[4], Normal())],
         ids=name,
     )
     def test_equals_integrals_with_normal_modulations(self, module, law):
@@ -127,13 +127,13 @@ class TestAccuracy:
 
     def test_is_the_same_in_blocks(self):
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(400, 3, generator=generator, dtype=torch.float64)
+        x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
         q, c = (x**2).sum(1) / 3, x @ x.T / 3
         of = dual(nn.Tanh()).prepare(q.max().item(), None)
         whole = of.same(q[:, None], q[None], c, None)
-        part = of.same(q[37:41, None], q[None, 5:300], c[37:41, 5:300], None)
+        part = of.same(q[37:41, None], q[None, 5:50], c[37:41, 5:50], None)
         for all_of_it, some in zip(whole, part, strict=True):
-            torch.testing.assert_close(all_of_it[37:41, 5:300], some, rtol=1e-13, atol=1e-14)
+            torch.testing.assert_close(all_of_it[37:41, 5:50], some, rtol=1e-13, atol=1e-14)
 
     def test_covers_a_law_with_many_values(self):
         class Spread(Discrete):
@@ -151,20 +151,6 @@ class TestAccuracy:
             found = all_five_of(dual(module), Spread(), q, q, q)[0]
             torch.testing.assert_close(found[:3], expected, rtol=1e-8, atol=1e-8)
             assert (found[3:].abs() < 1e-16).all()
-
-
-class TestNodes:
-    @pytest.mark.parametrize("law", [Normal(), Shifted(0.6), Normal(2.0, 0.1)])
-    def test_for_singular_functions_integrate_moments(self, law):
-        nodes = law_nodes(law, width=0.3)
-        assert float(nodes.both.sum()) == pytest.approx(1, abs=1e-13)
-        assert float(nodes.both @ nodes.sizes**2) == pytest.approx(law.second_moment, rel=1e-13)
-        assert float((nodes.plus - nodes.minus) @ nodes.sizes) == pytest.approx(law.mean, abs=1e-13)
-
-    def test_of_a_law_with_few_values_are_these(self):
-        nodes = law_nodes(Bernoulli(0.6, scale=-2.0), width=1.0)
-        assert nodes.sizes.tolist() == [0.0, 2.0]
-        assert nodes.minus.tolist() == pytest.approx([0.0, 0.6])
 
 
 class Kinked(nn.Module):

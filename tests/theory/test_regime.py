@@ -146,7 +146,7 @@ class TestExactRegime:
         assert regime(embens.embed(mlp(), 3, sites="all")) == Regime.INDEPENDENT
 
     def test_of_last_layer_dropout_is_that_of_its_law(self):
-        assert regime(embens.last_layer_dropout(mlp(), 4)) == Regime.INDEPENDENT
+        assert regime(embens.last_layer_dropout(mlp(), 4, laws.Normal())) == Regime.INDEPENDENT
         shifted = regime(embens.last_layer_dropout(mlp(), 4, law=laws.Bernoulli(0.5)))
         assert shifted == Regime.COLLECTIVE
         assert shifted.coupling == pytest.approx(0.5)  # overlap, since all layers before are equal

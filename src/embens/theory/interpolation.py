@@ -56,7 +56,7 @@ def chebyshev_transform(count: int) -> Tensor:
 
 def remainder(coefficients: Tensor) -> float:
     """Return the size of the last coefficients, ``(degree, …)``, relative to the largest one."""
-    sizes = coefficients.abs().flatten(1).amax(1)
+    sizes = coefficients.abs().reshape(len(coefficients), -1).amax(1)
     largest = float(sizes.max())
     if largest == 0:
         return 0.0

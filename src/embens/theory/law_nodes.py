@@ -37,6 +37,10 @@ class LawNodes:
         columns = self.sizes.tolist(), self.plus.tolist(), self.minus.tolist()
         return list(zip(*columns, strict=True))
 
+    def select(self, mask: Tensor) -> LawNodes:
+        """Return the nodes at which a boolean mask, ``(node,)``, is true."""
+        return LawNodes(self.sizes[mask], self.plus[mask], self.minus[mask])
+
     def split(self, size: int) -> list[LawNodes]:
         """Return the nodes in groups of at most ``size``."""
         columns = self.sizes.split(size), self.plus.split(size), self.minus.split(size)

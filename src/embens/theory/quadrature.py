@@ -22,9 +22,9 @@ Within a member these sums are averaged over :math:`v` by quadrature. Between me
 averaged on its own. There the sign of :math:`v` matters: changing it turns :math:`c_n` into
 :math:`(-1)^n c_n`.
 
-The number of terms is doubled until the series at :math:`\rho = 1` and the largest variance, the
-hardest case, agree with direct integration. A result with a relative error above ``ACCURACY``
-gives a warning, above ``WORST`` an error.
+For each value of :math:`v` the number of terms is doubled until the series at :math:`\rho = 1` and
+the largest variance, the hardest case, agree with direct integration. A result with a relative
+error above ``ACCURACY`` gives a warning, above ``WORST`` an error.
 
 Kernels have too many entries to sum these series for each of them. A prepared dual therefore
 interpolates the sums; see :mod:`embens.theory.interpolation`.
@@ -35,8 +35,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -67,6 +67,7 @@ _REACH = 12.0  # exp(-REACH² / 4) is below the rounding error
 _HELD_NUMBERS = 2**23  # coefficients in memory at once
 _ROOT_COUNTS = (8, 12, 16, 24, 32, 48, 64, 96)
 _CORRELATION_COUNTS = (33, 65, 129, 257, 513, 1025)
+_NEGLIGIBLE = 1e-15  # relative error of a node that gets fewer terms than others
 _HELD_TABLES = 32  # of one activation
 
 
@@ -93,10 +94,44 @@ def largest_variance(q1: Tensor, q2: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Resolution:
-    """Nodes of the law and number of Hermite polynomials that reach the accuracy."""
+    """Nodes of the law and numbers of Hermite polynomials that reach the accuracy.
 
-    nodes: LawNodes
-    terms: int
+    Large values of a modulation make an activation steep and need many terms; most values do not.
+
+    Attributes:
+        groups: Nodes of the law with the number of terms that they need.
+    """
+
+    groups: tuple[tuple[LawNodes, int], ...]
+
+    @property
+    def terms(self) -> int:
+        """Largest number of terms."""
+        return max(terms for _, terms in self.groups)
+
+    @property
+    def sizes(self) -> Tensor:
+        """Sizes of all nodes, ``(node,)``."""
+        return torch.cat([nodes.sizes for nodes, _ in self.groups])
+
+    @property
+    def deviation(self) -> float:
+        """Root of the second moment of the law."""
+        moments = [float(nodes.both @ nodes.sizes**2) for nodes, _ in self.groups]
+        return math.sqrt(math.fsum(moments))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the law has a single value."""
+        nodes, _ = self.groups[0]
+        return len(self.sizes) == 1 and not bool((nodes.plus * nodes.minus).any())
+
+    def parts(self, roots: int, device: torch.device) -> Iterator[tuple[LawNodes, int]]:
+        """Yield nodes and terms, a few nodes at a time, if there are so many roots."""
+        for nodes, terms in self.groups:
+            count = _HELD_NUMBERS // (terms * max(1, roots))
+            for part in nodes.to(device).split(max(1, count)):
+                yield part, terms
 
 
 @dataclass(frozen=True)
@@ -182,11 +217,9 @@ class Smooth(Dual):
         dtype = c.dtype
         (root1, root2), rho = normalise(q1, q2, c)
         start = f = g = h = torch.zeros_like(rho)
-        nodes = resolution.nodes.to(c.device)
-        chunk = _HELD_NUMBERS // (resolution.terms * max(root1.numel(), root2.numel(), 1))
-        for part in nodes.split(max(1, chunk)):
-            mean1, slopes1 = self._coefficients(part.sizes, root1, resolution.terms)
-            mean2, slopes2 = self._coefficients(part.sizes, root2, resolution.terms)
+        for part, terms in resolution.parts(max(root1.numel(), root2.numel()), c.device):
+            mean1, slopes1 = self._coefficients(part.sizes, root1, terms)
+            mean2, slopes2 = self._coefficients(part.sizes, root2, terms)
             start = start + _sum_over_nodes(part.both, mean1[None], mean2[None])[0]
             f_part, g_part = _sum_series(part.both * part.sizes**2, slopes1, slopes2, rho)
             f = f + f_part
@@ -202,13 +235,12 @@ class Smooth(Dual):
         if self._table is not None:
             return self._table.cross(q1, q2, c)
         resolution = self.resolve(largest_variance(q1, q2), law)
-        nodes = resolution.nodes.to(c.device)
-        if len(nodes.sizes) == 1 and not (nodes.plus * nodes.minus).any():
+        if resolution.is_constant:
             # One value for all members: the same numbers as within a member, to the last bit.
             return self.same(q1, q2, c, law, with_h=False)[:2]
         (root1, root2), rho = normalise(q1, q2, c)
-        mean1, slopes1 = self._averaged_coefficients(nodes, root1, resolution.terms)
-        mean2, slopes2 = self._averaged_coefficients(nodes, root2, resolution.terms)
+        mean1, slopes1 = self._averaged_coefficients(resolution, root1)
+        mean2, slopes2 = self._averaged_coefficients(resolution, root2)
         one = torch.ones(1, dtype=rho.dtype, device=rho.device)
         f, g = _sum_series(one, slopes1[:, None], slopes2[:, None], rho)
         f = mean1 * mean2 + root1 * root2 * f
@@ -217,49 +249,70 @@ class Smooth(Dual):
     def _build_table(self, q_max: float, law: Law | None) -> Table:
         """Tabulate the sums for variances from 0 to ``q_max``."""
         resolution = self.resolve(q_max, law)
-        nodes = resolution.nodes
-        high = math.sqrt(q_max)
-        deviation = math.sqrt(float(nodes.both @ nodes.sizes**2))
-        differs = differs_between_members(law)
-        series: list[Series] = []
-        for count in _ROOT_COUNTS:
-            root_axis = RootAxis(high, deviation or 1.0, count)
-            series = [self._series_within(root_axis.nodes(), resolution)]
-            if differs:
-                series.append(self._series_between(root_axis.nodes(), resolution))
-            root_error = max(_root_error(part) for part in series)
-            if root_error < ROUNDING:
-                break
+        root_axis = self._root_axis(math.sqrt(q_max), resolution)
+        roots = root_axis.nodes()
+        series = [self._series_within(roots, resolution)]
+        if differs_between_members(law):
+            series.append(self._series_between(roots, resolution))
         # Singularities of the activation are about 1 away from the real axis.
-        largest = high * min(7 * deviation, float(nodes.sizes.max()))
-        margin = 1 / (1 + 4 * largest**2)
+        largest = root_axis.high * min(7 * resolution.deviation, float(resolution.sizes.max()))
+        correlation_axis = CorrelationAxis(margin=1 / (1 + 4 * largest**2), count=0)
+        error = math.inf
         for count in _CORRELATION_COUNTS:
-            axis = CorrelationAxis(margin, count)
-            error = max(_correlation_error(part.corner(), axis) for part in series)
+            correlation_axis = replace(correlation_axis, count=count)
+            error = max(_correlation_error(part.corner(), correlation_axis) for part in series)
             if error < ROUNDING:
                 break
+        root_error = max(_root_error(part) for part in series)
         self._judge(max(root_error, error), q_max, law)
-        tabulated = [_tabulate(part, axis.nodes()) for part in series]
-        return Table(root_axis, axis, within=tabulated[0], between=tabulated[-1])
+        tabulated = [_tabulate(part, correlation_axis.nodes()) for part in series]
+        return Table(root_axis, correlation_axis, within=tabulated[0], between=tabulated[-1])
+
+    def _root_axis(self, high: float, resolution: Resolution) -> RootAxis:
+        """Choose the nodes of roots by direct integration at correlation 1, which is fast."""
+        axis = RootAxis(high, resolution.deviation or 1.0, count=0)
+        for count in _ROOT_COUNTS:
+            axis = replace(axis, count=count)
+            moments = torch.zeros(3, count, count, dtype=torch.float64)
+            for nodes, terms in resolution.groups:
+                moments += self._moments(axis.nodes(), nodes, terms)
+            if _interpolation_error(moments) < ROUNDING:
+                break
+        return axis
+
+    def _moments(self, roots: Tensor, nodes: LawNodes, terms: int) -> Tensor:
+        r"""Integrate :math:`a\, a'`, :math:`v^2 \phi' \phi'` and :math:`g^2 \phi' \phi'` directly.
+
+        Returns:
+            The expectations at all pairs of roots and correlation 1, ``(3, root, root)``.
+        """
+        points, weights = _grid(terms)
+        values, right, left = self._evaluate(nodes.sizes[:, None, None] * roots[:, None] * points)
+        means = values @ weights
+        g = (right * weights) @ right.mT + (left * weights) @ left.mT
+        weights = weights * points**2
+        h = (right * weights) @ right.mT + (left * weights) @ left.mT
+        moments = [means[:, :, None] * means[:, None], nodes.sizes[:, None, None] ** 2 * g, h]
+        return torch.stack([torch.tensordot(nodes.both, part, 1) for part in moments])
 
     def _series_within(self, roots: Tensor, resolution: Resolution) -> Series:
         """Return products of coefficients within a member, averaged over v."""
-        terms, count = resolution.terms, len(roots)
+        count = len(roots)
         means = torch.zeros(count, count, dtype=roots.dtype)
-        slopes = torch.zeros(terms, count, count, dtype=roots.dtype)
-        raised = torch.zeros(terms - 1, count, count, dtype=roots.dtype)
-        for part in resolution.nodes.split(max(1, _HELD_NUMBERS // (terms * count))):
+        slopes = torch.zeros(resolution.terms, count, count, dtype=roots.dtype)
+        raised = torch.zeros(resolution.terms, count, count, dtype=roots.dtype)
+        for part, terms in resolution.parts(count, roots.device):
             mean, slope = self._coefficients(part.sizes, roots, terms)
             weights = part.both[:, None]
             means += (weights * mean).mT @ mean
-            slopes += (weights * part.sizes[:, None] ** 2 * slope).mT @ slope
+            slopes[:terms] += (weights * part.sizes[:, None] ** 2 * slope).mT @ slope
             raised_slope = _times_g(slope)
-            raised += (weights * raised_slope).mT @ raised_slope
+            raised[: terms - 1] += (weights * raised_slope).mT @ raised_slope
         return Series(means, slopes, raised)
 
     def _series_between(self, roots: Tensor, resolution: Resolution) -> Series:
         """Return products of coefficients that were averaged over v, between members."""
-        mean, slope = self._averaged_coefficients(resolution.nodes, roots, resolution.terms)
+        mean, slope = self._averaged_coefficients(resolution, roots)
         return Series(mean[:, None] * mean, slope[:, :, None] * slope[:, None])
 
     def resolve(self, q_max: float, law: Law | None) -> Resolution:
@@ -271,7 +324,7 @@ class Smooth(Dual):
         root = torch.tensor([math.sqrt(q_max)], dtype=torch.float64, device="cpu")
         width = 0.1 / math.sqrt(q_max)
         with torch.no_grad():
-            exact = self._second_moments(root, law_nodes(law, width, fineness=2))
+            exact = self._second_moments(root, law_nodes(law, width, fineness=2)).sum(1)
             if not exact.isfinite().all():
                 raise ValueError(
                     f"{self.name} is not finite, or grows too fast, for the arguments that a "
@@ -279,20 +332,33 @@ class Smooth(Dual):
                     "down."
                 )
             nodes = law_nodes(law, width)
-            error = math.inf
-            terms = 0
+            moments = self._second_moments(root, nodes)
+            error = _relative_error(moments.sum(1), exact)
+            groups: list[tuple[LawNodes, int]] = []
             for terms in _TERMS:
-                series = self._second_moments(root, nodes, terms)
-                error = float(((series - exact) / exact.clamp(min=1e-300)).abs().max())
-                if error < self.target:
+                missing = (moments - self._second_moments(root, nodes, terms)).abs()
+                missing = (missing / exact[:, None].clamp(min=1e-300)).amax(0)
+                # Between members an error of c_n is multiplied by c_n of larger v, to first order.
+                # So values that get fewer terms than others must be more accurate.
+                accurate = missing < _NEGLIGIBLE
+                if terms == _TERMS[-1] or float(missing.sum()) < self.target / 2:
+                    accurate = torch.ones_like(accurate)
+                error = error + float(missing[accurate].sum())
+                if accurate.any():
+                    groups.append((nodes.select(accurate), terms))
+                nodes, moments = nodes.select(~accurate), moments[:, ~accurate]
+                if not len(nodes.sizes):
                     break
         self._judge(error, q_max, law)
-        return Resolution(nodes, terms)
+        return Resolution(tuple(groups))
 
     def _second_moments(self, root: Tensor, nodes: LawNodes, terms: int = 0) -> Tensor:
         r"""Return :math:`E[v^2 \phi'^2]` and :math:`E[g^2 \phi'^2]` for equal inputs.
 
         They are integrated directly, or summed from the first ``terms`` coefficients.
+
+        Returns:
+            What each node contributes, ``(2, node)``.
         """
         if terms:
             _, slopes = self._coefficients(nodes.sizes, root, terms)
@@ -304,9 +370,7 @@ class Smooth(Dual):
             total = right**2 + left**2
             squares = total @ weights
             raised_squares = total @ (weights * points**2)
-        g = nodes.both @ (nodes.sizes**2 * squares)
-        h = nodes.both @ raised_squares
-        return torch.stack([g, h])
+        return torch.stack([nodes.both * nodes.sizes**2 * squares, nodes.both * raised_squares])
 
     def _coefficients(self, sizes: Tensor, root: Tensor, terms: int) -> tuple[Tensor, Tensor]:
         """Return a(x) and c_n(x) at x = size · root, ``(node, *root)`` and ``(n, node, *root)``."""
@@ -322,20 +386,18 @@ class Smooth(Dual):
         odd = torch.tensordot(hermite[1::2], right - left, ([1], [x.dim()]))
         return mean, torch.stack([even, odd], dim=1).flatten(0, 1)
 
-    def _averaged_coefficients(
-        self, nodes: LawNodes, root: Tensor, terms: int
-    ) -> tuple[Tensor, Tensor]:
+    def _averaged_coefficients(self, resolution: Resolution, root: Tensor) -> tuple[Tensor, Tensor]:
         r"""Return the means over v of a and of :math:`v\, c_n`, ``(*root)`` and ``(n, *root)``."""
         mean = torch.zeros_like(root)
-        slopes = torch.zeros(terms, *root.shape, dtype=root.dtype, device=root.device)
-        sign = torch.ones(terms, 1, dtype=root.dtype, device=root.device)
+        slopes = torch.zeros(resolution.terms, *root.shape, dtype=root.dtype, device=root.device)
+        sign = torch.ones(resolution.terms, 1, dtype=root.dtype, device=root.device)
         sign[1::2] = -1
-        chunk = _HELD_NUMBERS // (terms * max(root.numel(), 1))
-        for part in nodes.split(max(1, chunk)):
+        for part, terms in resolution.parts(root.numel(), root.device):
             part_mean, part_slopes = self._coefficients(part.sizes, root, terms)
-            weights = part.sizes * (part.plus - sign * part.minus)
+            weights = part.sizes * (part.plus - sign[:terms] * part.minus)
             mean = mean + torch.tensordot(part.both, part_mean, 1)
-            slopes = slopes + torch.einsum("nv,nv...->n...", weights, part_slopes)
+            part_slopes = torch.einsum("nv,nv...->n...", weights, part_slopes)
+            slopes = torch.cat([slopes[:terms] + part_slopes, slopes[terms:]])
         return mean, slopes
 
     def _evaluate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -409,11 +471,20 @@ def _sum_series(
     return rho * integral, total
 
 
+def _relative_error(values: Tensor, exact: Tensor) -> float:
+    return float(((values - exact) / exact.clamp(min=1e-300)).abs().max())
+
+
 def _root_error(series: Series) -> float:
     """Return the error of interpolation in the roots, at correlation 1."""
     one = torch.ones(1, dtype=torch.float64)
-    transform = chebyshev_transform(len(series.means))
-    values = [series.means, *(part[0] for part in series.sums(one))]
+    sums = [part[0] for part in series.sums(one)]
+    return _interpolation_error(torch.stack([series.means, *sums]))
+
+
+def _interpolation_error(values: Tensor) -> float:
+    """Return the relative error of interpolation of some functions, ``(function, root, root)``."""
+    transform = chebyshev_transform(values.shape[-1])
     return max(remainder(transform @ part) for part in values)
 
 
