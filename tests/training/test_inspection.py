@@ -25,10 +25,10 @@ def broken(values, *, rows=(3, 7), value=math.nan):
 BROKEN = {
     "inputs": ((broken(x), y), "inputs have NaN in rows 3, 7"),
     "infinite": ((broken(x, value=math.inf), y), "inputs have infinite .* in rows 3, 7"),
-    "labels": ((x, broken(y, value=3)), "expected classes from 0 to 2.*got 3 in rows 3, 7"),
+    "labels": ((x, broken(y, value=3)), "labels must be from 0 to 2.*got 3 in rows 3, 7"),
     "negative": (
         (x, broken(y, value=-1)),
-        "expected classes from 0 to 2.*got -1 in rows 3, 7.*-100 marks",
+        "labels must be from 0 to 2.*got -1 in rows 3, 7.*-100 marks",
     ),
 }
 
