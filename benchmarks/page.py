@@ -1,82 +1,137 @@
-"""Make docs/performance.md from the stored results: `python -m benchmarks.page`.
+"""Write docs/performance.md from the stored results: ``python -m benchmarks.page``.
 
-Nothing on that page is written by hand; a test makes it again and compares.
+A test compares the page with the results, so it is never edited by hand.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from benchmarks.timing import RESULTS
+from benchmarks.rows import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 SECTIONS = {
-    "A training step": "cnn cnn-channels-last mlp small transformer transformer-autocast overhead",
-    "Cheap members": "last-layer last-layer-channels-last collapse mimo",
-    "Other families, and pretrained networks": "low-rank rank1 adapters "
-    "pretrained-embed pretrained-numbers pretrained-adapters",
-    "Memory": "memory memory-steps memory-transformer",
-    "Around the step": "fit imports",
-    "Kernels": "theory-mlp finite-cnn finite-cnn-one finite-mlp finite-mlp-narrow finite-memory",
+    "Training steps": [
+        "cnn",
+        "cnn-channels-last",
+        "mlp",
+        "small",
+        "transformer",
+        "transformer-autocast",
+        "overhead",
+    ],
+    "torch.compile": [
+        "compile-small",
+        "compile-small-eager",
+        "compile-mlp",
+        "compile-mlp-eager",
+        "compile-transformer",
+        "compile-transformer-eager",
+    ],
+    "Last-layer dropout": ["last-layer", "last-layer-channels-last", "collapse"],
+    "Other families and pretrained networks": [
+        "masks",
+        "low-rank",
+        "adapters",
+        "pretrained-embed",
+        "pretrained-parameters",
+        "pretrained-adapters",
+    ],
+    "Memory": ["memory-chunks", "memory"],
+    "fit, predict and import": ["fit-mlp", "fit-cnn", "predict", "imports"],
+    "Kernels": [
+        "theory-mlp",
+        "theory-cnn",
+        "theory-memory",
+        "finite-cnn",
+        "finite-cnn-one",
+        "finite-mlp",
+        "finite-mlp-narrow",
+        "finite-memory",
+    ],
 }
 HEAD = """# Performance
 
-How fast embens is, and how much memory it takes, beside other libraries and code written by hand.
-A number is a multiple of the unit that its table names: *smaller is better*, 1.00 is as fast as
-the unit. Contestants and unit were measured in turns within one run; a number is the median over
-rounds, in brackets the quartiles. *Limit* is what arithmetic or memory allow at best, *bar* what
-we had set ourselves before. Where other programs disturbed a run, its line says so: differences
-smaller than the quartiles are not settled.
+Speed and memory of embens, compared with other libraries and with code written by hand. Every
+number is a multiple of the unit of its table: *smaller is better*, and 1.00 equals the unit. The
+unit and the contestants alternate within one run. A number is the median over rounds, with
+quartiles in brackets. The *bar* was set before the measurement. The *limit* is the best value that
+arithmetic or memory allow. Differences smaller than the quartiles are not significant.
 
-This page is made by `python -m benchmarks.page` from `benchmarks/results`; `make bench` measures
-all of it again, `make bench ARGS=--short` with few rounds. They are meant to take an hour and ten
-minutes on two quiet cores; neither has been timed as a whole yet.
+`make bench` measures all rows, `make bench ARGS=--short` with few rounds. This page is generated
+from `benchmarks/results` by `python -m benchmarks.page`.
 """
-
-
-def table(row: dict) -> str:
-    """Return one comparison as Markdown."""
-    machine = row["machine"]
-    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if k != "embens")
-    title = row["title"][0].upper() + row["title"][1:]
-    lines = [f"### {title}", "", f"| | × {row['unit']} |", "|---|---|"]
-    for result in row["results"]:
-        low, high = result["quartiles"] or (None, None)
-        spread = "" if low is None else f" ({low:.2f}–{high:.2f})"
-        name = f"**{result['name']}**" if result["ours"] else result["name"]
-        lines.append(f"| {name} | {result['ratio']:.2f}{spread} |")
-    about = row["reference"] or "One measurement"
-    met = "met" if row["reached"] else "missed"
-    lines += [
-        f"| *limit: {row['limit_reason']}* | {row['limit']:.2f} |",
-        f"| *bar* | {row['bar']:.2f}, {met} |",
-        "",
-        f"{about[0].upper()}{about[1:]}. {machine['date']}, commit "
-        f"{machine.get('commit', 'not kept')}, {machine['processor']}, {machine['threads']} of "
-        f"{machine['cores']} cores; {versions}.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def page() -> str:
-    """Return the whole page."""
-    rows = {p.stem: json.loads(p.read_text()) for p in RESULTS.glob("*.json")}
-    rows = {name: row for name, row in rows.items() if "results" in row}
-    known = " ".join(SECTIONS.values()).split()
-    sections = SECTIONS | {"More": " ".join(sorted(rows.keys() - set(known)))}
-    parts = [HEAD]
-    for title, names in sections.items():
-        found = [table(rows[name]) for name in names.split() if name in rows]
-        parts += [f"## {title}\n", *found] if found else []
-    return "\n".join(parts)
 
 
 def main() -> None:
     """Write the page."""
     PAGE.write_text(page())
     print(f"wrote {PAGE.name}")
+
+
+def page() -> str:
+    """Return the whole page."""
+    rows = {}
+    for path in RESULTS.glob("*.json"):
+        row = json.loads(path.read_text())
+        if "results" in row:
+            rows[path.stem] = row
+    parts = [HEAD]
+    for title, names in SECTIONS.items():
+        tables = [table(rows[name]) for name in names if name in rows]
+        if tables:
+            parts += [f"## {title}\n", *tables]
+    return "\n".join(parts)
+
+
+def table(row: dict[str, Any]) -> str:
+    """Return one row of the benchmark as a Markdown table."""
+    lines = [f"### {capitalise(row['title'])}", ""]
+    lines += [f"| | × {row['unit']} | bar |", "|---|---|---|"]
+    for result in row["results"]:
+        lines.append(table_line(result))
+    if row["limit"] is not None and row["limit_reason"]:
+        lines.append(f"| *limit: {row['limit_reason']}* | {row['limit']:.2f} | |")
+    lines += ["", describe_run(row), ""]
+    return "\n".join(lines)
+
+
+def table_line(result: dict[str, Any]) -> str:
+    """Return the line of one contestant."""
+    name = result["name"]
+    if result["ours"]:
+        name = f"**{name}**"
+    ratio = f"{result['ratio']:.2f}"
+    if result["quartiles"] is not None:
+        low, high = result["quartiles"]
+        ratio += f" ({low:.2f}–{high:.2f})"
+    bar = ""
+    if result["bar"] is not None:
+        verdict = "met" if result["ratio"] <= result["bar"] else "missed"
+        bar = f"{result['bar']:.2f}, {verdict}"
+    return f"| {name} | {ratio} | {bar} |"
+
+
+def describe_run(row: dict[str, Any]) -> str:
+    """Return a sentence on the unit and one on the machine."""
+    machine = row["machine"]
+    versions = []
+    for package, version in machine["versions"].items():
+        if package != "embens":
+            versions.append(f"{package} {version}")
+    unit = capitalise(row["reference"] or "one measurement")
+    commit = machine.get("commit", "unknown")
+    return (
+        f"{unit}. {machine['date']}, commit {commit}, {machine['processor']}, "
+        f"{machine['threads']} of {machine['cores']} cores; {', '.join(versions)}."
+    )
+
+
+def capitalise(text: str) -> str:
+    """Return a text with a capital first letter."""
+    return text[0].upper() + text[1:]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # shapes and types are in the signatures and in the text
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # attributes as fields: no second entry for those of dataclasses
+napoleon_attr_annotations = False  # shapes in annotations are not reStructuredText
 
 html_theme = "furo"
 html_title = f"embens {release}"

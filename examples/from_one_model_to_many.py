@@ -1,26 +1,33 @@
 """
-The dial from one model to many
-===============================
+From one model to many
+======================
 
-Members of a BatchEnsemble start from modulations with mean ``p`` and variance ``1 - p²``. At ``p
-= 1`` they are equal and stay one model; at ``p = 0`` nothing ties them to each other. The paper
-calls the two ends the *collective* and the *independent* regime. Theory says, before any
-training, how strongly two members are coupled; training shows how alike they become.
+Members of a BatchEnsemble start from modulations with mean ``p`` and variance ``1 - p²``. With ``p
+= 1`` members are equal and stay one model; with ``p = 0`` they are independent at initialisation.
+The paper calls the two ends the *collective* and the *independent* regime. Theory gives the
+coupling of members before training; training shows how correlated their errors become.
 """
 
 import matplotlib.pyplot as plt
 import torch
+from sklearn.datasets import load_digits
 
 import embens
 from embens import theory
 
-digits = embens.data.digits().standardise().flatten()
-few = digits.train.inputs[:400], digits.train.targets[:400]
-dial = (0.0, 0.5, 0.8, 0.9, 0.97, 1.0)
+digits = load_digits()
+x = torch.tensor(digits.data, dtype=torch.float32)
+x = (x - x.mean()) / x.std()
+y = torch.tensor(digits.target)
+order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+train = x[order[:400]], y[order[:400]]
+test = x[order[400:]], y[order[400:]]
+means = (0.0, 0.5, 0.8, 0.9, 0.97, 1.0)
 
 
 # %%
-# ``theory.regime`` reads the coupling of the infinitely wide ensemble off the network and its laws.
+# ``theory.regime`` computes the coupling of the infinitely wide ensemble from the network and the
+# laws of its modulations.
 
 
 def ensemble_at(p: float) -> embens.EmbeddedEnsemble:
@@ -33,36 +40,33 @@ def ensemble_at(p: float) -> embens.EmbeddedEnsemble:
     )
 
 
-coupling = [theory.regime(ensemble_at(p)).coupling for p in dial]
-for p, r in zip(dial, coupling, strict=True):
+coupling = [theory.regime(ensemble_at(p)).coupling for p in means]
+for p, r in zip(means, coupling, strict=True):
     print(f"p = {p:<5} coupling {r:.2f}")
 
 # %%
-# Now train an ensemble at each position of the dial.
+# Train an ensemble for each p.
 
 correlation, gain = [], []
-for p in dial:
+for p in means:
     ensemble = ensemble_at(p)
-    embens.fit(ensemble, few, epochs=30, batch_size=32, lr=0.01, progress=False)
-    outputs = embens.predict(ensemble, digits.test.inputs).members
-    correlation.append(float(embens.metrics.correctness_correlation(outputs, digits.test.targets)))
-    together = embens.metrics.ensemble_accuracy(outputs, digits.test.targets)
-    alone = embens.metrics.member_accuracy(outputs, digits.test.targets).mean()
-    gain.append(100 * float(together - alone))
+    embens.fit(ensemble, train, epochs=30, batch_size=32, lr=0.01, progress=False)
+    scores = embens.evaluate(ensemble, test)
+    correlation.append(scores["correctness_correlation"])
+    gain.append(100 * (scores["accuracy"] - scores["member_accuracy"]))
 
 # %%
-# Errors are correlated at every p, since some digits are hard for any network; how alike members
-# are *beyond* that rises where the limit says that they are coupled. What the ensemble gains over
-# its own members falls as they become one model. (One seed: the left end of the right panel is
-# noise.)
+# Errors are correlated at every p, because some digits are hard for any network. The correlation
+# rises where the limit predicts coupling, and the gain of the ensemble over its members falls. (One
+# seed: the left end of the right panel is noise.)
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-left.plot(dial, coupling, "o-", label="coupling of the infinitely wide ensemble")
-left.plot(dial, correlation, "s-", label="correlation of members' errors, trained")
-left.set(xlabel="p", title="How alike members are")
+left.plot(means, coupling, "o-", label="coupling, infinite width")
+left.plot(means, correlation, "s-", label="correlation of members' errors, trained")
+left.set(xlabel="p", title="Similarity of members")
 left.legend()
-right.plot(dial, gain, "o-", color="C2")
-right.set(xlabel="p", ylabel="points", title="What four members gain over one of them")
+right.plot(means, gain, "o-", color="C2")
+right.set(xlabel="p", ylabel="percentage points", title="Accuracy gain of four members over one")
 figure.tight_layout()
 assert coupling[0] < 1e-9
 assert correlation[0] < correlation[-1]

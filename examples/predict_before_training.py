@@ -3,8 +3,7 @@ Predict an ensemble before training it
 ======================================
 
 An infinitely wide ensemble trained by gradient descent is a Gaussian process whose mean and
-covariances are known at any time. Here they are computed first; then a wide, finite ensemble is
-trained, and drawn over the prediction.
+covariances are known at any time. We compute them first, then train a wide ensemble and compare.
 """
 
 import math
@@ -16,7 +15,7 @@ import embens
 from embens import theory
 
 # %%
-# The problem: a function on the circle, known at five angles.
+# The problem: a function on the circle with five training points.
 
 
 def on_circle(angle):
@@ -34,9 +33,9 @@ ensemble = embens.batch_ensemble(net, members=5, generator=generator)
 print(theory.regime(ensemble))
 
 # %%
-# The prediction. ``theory.kernels`` reads the limit off the ensemble: its width does not matter.
-# ``gradient_descent`` solves training for any number of steps at once, and ``largest_stable_rate``
-# says how fast it may go.
+# The prediction. ``theory.kernels`` computes the limit of the ensemble; its width does not matter.
+# ``gradient_descent`` solves training for any number of steps at once. ``largest_stable_rate`` is
+# the largest learning rate at which training converges.
 
 kernels = (
     theory.kernels(ensemble, x),
@@ -48,7 +47,7 @@ flow = theory.gradient_descent(*kernels, target, ensemble.members, rate=0.5 * st
 print(f"gamma {flow.gamma:.2f}, rate {flow.rate:.3g}")
 
 # %%
-# The experiment: the same ensemble, trained with the gradient scale and the rate of the prediction.
+# The experiment: the same ensemble, trained with the gamma and the learning rate of the prediction.
 
 
 def half_squares(outputs, target):
@@ -67,11 +66,11 @@ for _ in range(steps):
 outputs = ensemble(x_test).detach()[..., 0]
 expected = flow.evolve(torch.tensor([steps]), *start)[0, ..., 0]
 error = float((outputs - expected).norm() / (outputs - start[1][..., 0]).norm())
-print(f"width {width}: {100 * error:.1f} % off what is predicted from its own start")
+print(f"width {width}: relative error of the prediction {100 * error:.1f} %")
 
 # %%
 # Bands: two standard deviations over initialisations, of a member (light) and of the ensemble's
-# mean (dark). Lines: members as trained. Dots: the same members as predicted from their own start.
+# mean (dark). Lines: trained members. Dots: predictions for these members.
 
 figure, axes = plt.subplots(figsize=(8, 4.5))
 mean = flow.mean(steps)[:, 0]
@@ -82,7 +81,7 @@ for a in range(ensemble.members):
     axes.plot(test, outputs[a], color=f"C{a + 1}", lw=1)
     axes.plot(test[::4], expected[a, ::4], ".", color=f"C{a + 1}", ms=4)
 axes.plot(test, mean, color="C0", lw=2, label="predicted mean")
-axes.plot(angle, target[:, 0], "ko", ms=5, label="train data")
+axes.plot(angle, target[:, 0], "ko", ms=5, label="training data")
 axes.set(xlabel="angle", ylabel="output", title="Five members, predicted and trained")
 axes.legend()
 figure.tight_layout()

@@ -2,8 +2,8 @@
 Eight models inside one network
 ===============================
 
-One network learns a curve from twenty points. Its eight members share all weights and differ only
-by a few hundred numbers, yet they disagree where there are no data, as separate networks would.
+One network learns a curve from twenty points. Its eight members share all weights and differ in a
+few hundred parameters each, yet they disagree where there are no data, as separate networks would.
 """
 
 import matplotlib.pyplot as plt
@@ -18,7 +18,7 @@ x = torch.cat(
 y = torch.sin(2 * x) + 0.05 * torch.randn(x.shape, generator=generator)
 
 # %%
-# Any network of yours will do. The ensemble keeps a copy of its weights.
+# Any network works. The ensemble keeps a copy of it.
 
 reference = embens.networks.mlp(
     1,
@@ -33,29 +33,23 @@ reference = embens.networks.mlp(
 )
 ensemble = embens.batch_ensemble(reference, members=8, generator=generator)
 shared = sum(p.numel() for p in ensemble.shared_parameters())
-own = sum(p.numel() for p in ensemble.individual_parameters()) / ensemble.members
-print(f"{shared} shared parameters, and {own:.0f} of each member's own")
+individual = sum(p.numel() for p in ensemble.individual_parameters()) / ensemble.members
+print(f"{shared} shared parameters, {individual:.0f} individual parameters per member")
 
 # %%
-# ``embens.fit`` trains it. The rate of the shared weights follows from the law of the modulations.
+# ``parameter_groups`` sets the learning rate of the shared weights; ``fit`` trains the ensemble.
 
-embens.fit(
-    ensemble,
-    (x, y),
-    epochs=600,
-    batch_size=20,
-    lr=0.003,
-    optimizer=torch.optim.Adam,
-    weight_decay=0.0,
-    progress=False,
-)
+groups = ensemble.parameter_groups(lr=0.003, weight_decay=0.0, optimizer=torch.optim.Adam)
+optimizer = torch.optim.Adam(groups)
+embens.fit(ensemble, (x, y), epochs=600, batch_size=20, optimizer=optimizer, progress=False)
 
 # %%
-# Members agree at the points and part beyond them; two standard deviations are shaded.
+# Members agree at the data and differ elsewhere; two standard deviations are shaded.
 
 grid = torch.linspace(-4, 4, 200)[:, None]
-members = embens.predict(ensemble, grid).members[..., 0]
-mean, spread = members.mean(0), members.std(0)
+prediction = embens.predict(ensemble, grid, task="regression")
+members = prediction.members[..., 0]
+mean, spread = prediction.mean[:, 0], prediction.std[:, 0]
 
 figure, axes = plt.subplots(figsize=(8, 4))
 axes.fill_between(grid[:, 0], mean - 2 * spread, mean + 2 * spread, color="C0", alpha=0.2, lw=0)
@@ -67,8 +61,10 @@ axes.legend()
 figure.tight_layout()
 
 # %%
-# The same in numbers:
+# The standard deviation of the members, close to the data and far away:
 
-near, far = spread[(grid[:, 0].abs() - 1.5).abs() < 0.4].mean(), spread[grid[:, 0].abs() > 3].mean()
+distance = (grid[:, 0].abs() - 1.5).abs()
+near = spread[distance < 0.4].mean()
+far = spread[distance > 1.5].mean()
 print(f"standard deviation of the members: {near:.2f} at the data, {far:.2f} far away")
 assert far > 3 * near

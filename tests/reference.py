@@ -1,12 +1,30 @@
 """Members written by hand, which the tests compare ensembles with."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from embens import EmbeddedEnsemble
+
+
+@dataclass
+class Modulation:
+    """Values of a site, ``(member, size)``, and the number of features per value."""
+
+    values: Tensor
+    repeat: int
+
+
+def modulations(ensemble: EmbeddedEnsemble) -> dict[tuple[str, str], Modulation]:
+    """Return every modulation by (layer, kind)."""
+    by_site = {}
+    for site in ensemble.spec.sites:
+        values = ensemble.site_values(site)
+        by_site[site.layer, site.kind] = Modulation(values, site.repeat)
+    return by_site
 
 
 def member_by_hand(reference: nn.Module, ensemble: EmbeddedEnsemble, a: int) -> nn.Module:

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from embens.reading.state import find_state
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reference import modulations
@@ -41,9 +40,7 @@ REFUSALS = (  # whatever else is raised is a bug
     r"belong to no member",
 )
 WARNINGS = (  # whatever else is warned of is a bug
-    r"the forward assigns '",
-    r"this network can't run several members at once",
-    r"the data flow of the reference could not be read in full",
+    r"the data flow of the reference could not be read",
     r"members do not differ in",
 )
 
@@ -226,6 +223,7 @@ FUNCTIONS = {
     "softmax": lambda x: x + F.softmax(x, -1),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
 }
+IN_ATTRIBUTES = ("Counting", "Remembering", "Listing")
 STATE = (Centred, Blended, HandNorm, Counting, Remembering, Listing, Showing)
 
 
@@ -491,7 +489,7 @@ FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
     "pre": lambda r, m, **o: embens.embed(r, m, pre=laws.Signs(0.2), post=None, **o),
     "post": lambda r, m, **o: embens.embed(r, m, pre=None, post=laws.Shifted(0.5), **o),
     "all": lambda r, m, **o: embens.embed(r, m, sites="all", **o),
-    "mc_dropout": embens.mc_dropout,
+    "mc_dropout": lambda r, m, **o: embens.mc_dropout(r, m, fresh=False, **o),
     "last_layer_dropout": embens.last_layer_dropout,
     "affine": lambda r, m, **o: embens.embed(r, m, norm_affine="member", **o),
     "independent": lambda r, m, example_input=None, **o: embens.independent(r, m, **o),
@@ -644,7 +642,7 @@ def only_known_warnings() -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     unknown = [str(w.message) for w in found if not re.search("|".join(WARNINGS), str(w.message))]
-    assert not unknown
+    assert not unknown, unknown[0]
 
 
 def check_passes(case: Case, ensemble: embens.EmbeddedEnsemble, truth: Truth) -> None:
@@ -656,15 +654,12 @@ def check_passes(case: Case, ensemble: embens.EmbeddedEnsemble, truth: Truth) ->
         if training and "dropout" in case.features:
             copy.deepcopy(ensemble).train()(*cloned(x), chunk=case.chunk)
             continue
-        inside = ensemble.folding.stateful  # what members share keeps state for all of them
         for what, arguments, options in (
             ("same", x, {"chunk": case.chunk}),
             ("each", x, {"chunk": 1}),
             ("own", together, {"batch": "own", "chunk": case.chunk}),
             ("split", x, {"batch": "split"}),
         ):
-            if inside and what in ("own", "split"):
-                continue
             running = copy.deepcopy(ensemble).train(training)
             networks = [n.train(training) for n in copy.deepcopy(truth.networks)]
             if what == "own":
@@ -709,7 +704,7 @@ def check_training(case: Case, ensemble: embens.EmbeddedEnsemble, truth: Truth) 
         x = case.inputs(6, 10 + step)
         target = torch.arange(6) % 3
         optimizer.zero_grad()
-        if step and isinstance(ensemble.network, Drawn) and ensemble.network.kind == "tensor":
+        if step and ensemble.reference.kind == "tensor":
             loss = ensemble.backward(*cloned(x), target, chunk=case.chunk)
         else:
             loss = ensemble.objective(first(ensemble(*cloned(x), chunk=case.chunk)), target)
@@ -742,7 +737,8 @@ def check_copies(case: Case, ensemble: embens.EmbeddedEnsemble, folder: Any) -> 
         torch.save(ensemble, stored)
         stored.seek(0)
         copies["torch.save"] = torch.load(stored, weights_only=False)
-    if not find_state(case.reference).kept:  # attributes are not saved, and embed says so
+    has_attributes = any(name in " ".join(case.features) for name in IN_ATTRIBUTES)
+    if not has_attributes:  # a file holds tensors only
         path = folder / "ensemble.safetensors"
         ensemble.save(path)
         copies["save"] = embens.load(path, case.reference).eval()
@@ -787,7 +783,7 @@ QUIET = {
 }
 
 
-@settings(max_examples=50, derandomize=True, **QUIET)
+@settings(max_examples=20, derandomize=True, **QUIET)
 @given(data=st.data())
 def test_members_of_a_random_reference_are_right_or_refused(data, tmp_path_factory):
     check_reference(data.draw, tmp_path_factory.mktemp("drawn"))

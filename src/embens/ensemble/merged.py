@@ -12,6 +12,7 @@ backward pass finds the member's weights.
 import copy
 import threading
 from collections.abc import Mapping
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from embens.graph.guards import STANDARD_ATTRIBUTES
+from embens.graph.guards import PLAIN, STANDARD_ATTRIBUTES, snapshot
 from embens.graph.reading import copy_module
 from embens.sites import EnsembleSpec, Layer, modulate
 
@@ -119,14 +120,26 @@ class MergedExecutor:
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
+        self._prepare_copies()
+        return computed_tensors(self.ensemble.reference)
+
+    @torch.compiler.assume_constant_result
+    def _prepare_copies(self) -> bool:
+        """Make the copies again if the reference has other modules or hooks.
+
+        The compiler cannot look into copying, so it calls this function instead.
+        """
         structure = _structure(self.ensemble.reference)
         if structure != self.structure or len(self.copies) != self.ensemble.members:
-            attributes = self.member_attributes()
+            self._make_copies()
             self.structure = structure
-            self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
-            for copied, member_attributes in zip(self.copies, attributes, strict=True):
-                copied.set_attributes(member_attributes)
-        return computed_tensors(self.ensemble.reference)
+        return True
+
+    def _make_copies(self) -> None:
+        attributes = self.member_attributes()
+        self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
+        for copied, member_attributes in zip(self.copies, attributes, strict=True):
+            copied.set_attributes(member_attributes)
 
     def member_attributes(self) -> list[dict[str, dict[str, Any]]]:
         """Return the attributes that the user's code has set, by member and module."""
@@ -161,8 +174,9 @@ class MergedExecutor:
         copied = self.copies[a]
         if torch.compiler.is_compiling():
             copied.sync()
+            copied.scales = scales
             return torch.func.functional_call(
-                copied.module, tensors, args, kwargs, tie_weights=False
+                copied.module, {**computed, **tensors}, args, kwargs, tie_weights=False
             )
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
@@ -220,17 +234,27 @@ class MemberCopy:
             _remove_parametrizations(module)
         # Modules of the reference with their copies, and the attributes that both began with.
         self.pairs: list[tuple[str, nn.Module, nn.Module, dict[str, Any]]] = []
+        # Pictures of lists, dictionaries and objects that the reference holds, by module and name.
+        self.pictures: dict[tuple[str, str], Any] = {}
         copies = dict(self.module.named_modules())
         for name, module in reference.named_modules():
             if name in copies:
                 prefix = f"{name}." if name else ""
                 self.pairs.append((prefix, module, copies[name], dict(vars(module))))
+                for key, value in _containers(module):
+                    self.pictures[prefix, key] = snapshot(value, set())
         self.separate: list[tuple[str, str, str]] = []  # module, tensor, table
         for item in ensemble.spec.per_member:
             for key in item.tensors:
                 stack = ensemble.individual[f"{item.module}.{key}".lstrip(".")]
                 table = "_parameters" if isinstance(stack, nn.Parameter) else "_buffers"
                 self.add_separate(item.module, key, table)
+        differing = {site.layer for site in (*ensemble.spec.sites, *ensemble.spec.low_rank)}
+        differing |= {item.module for item in ensemble.spec.per_member}
+        for name in differing & set(copies):
+            if isinstance(copies[name], nn.Embedding):
+                # torch cannot take sparse gradients through the member's weight.
+                copies[name].sparse = False
         self.scales: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         for name in {site.layer for site in ensemble.spec.sites}:
             if not ensemble.layers[name].mergeable:
@@ -243,6 +267,8 @@ class MemberCopy:
 
     def sync(self) -> None:
         """Copy attributes that were changed on the reference, such as the training mode."""
+        if not torch.compiler.is_compiling():  # it cannot follow pictures of objects
+            self._sync_containers()
         for _, module, copied, before in self.pairs:
             for key, value in vars(module).items():
                 if key in _TABLES or before.get(key, _MISSING) is value:
@@ -251,6 +277,20 @@ class MemberCopy:
                 # The placeholder of a tensor that members have separately is not an attribute.
                 if key not in copied._parameters and key not in copied._buffers:
                     vars(copied)[key] = value
+
+    def _sync_containers(self) -> None:
+        """Copy lists, dictionaries and objects whose contents were changed on the reference."""
+        for prefix, module, copied, before in self.pairs:
+            for key, value in _containers(module):
+                picture = snapshot(value, set())
+                if self.pictures.get((prefix, key)) == picture:
+                    continue
+                self.pictures[prefix, key] = picture
+                memo: dict[int, Any] = {id(original): own for _, original, own, _ in self.pairs}
+                for tensor in (*self.module.parameters(), *self.module.buffers()):
+                    memo[id(tensor)] = tensor
+                vars(copied)[key] = copy.deepcopy(value, memo)
+                before[key] = value
 
     def changed_attributes(self) -> dict[str, dict[str, Any]]:
         """Return the attributes in which the copy differs from the reference, by module."""
@@ -381,6 +421,16 @@ class StateGuard:
                 )
             changes.append((name, key, saved, new.detach().clone()))
         return changes
+
+
+def _containers(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a module that hold values of their own."""
+    shared = (*PLAIN, Tensor, nn.Module, FunctionType, MethodType, type)
+    containers = []
+    for key, value in vars(module).items():
+        if key not in STANDARD_ATTRIBUTES and not isinstance(value, shared):
+            containers.append((key, value))
+    return containers
 
 
 def _along_channels(values: Tensor, layer: Layer, x: Tensor) -> Tensor:

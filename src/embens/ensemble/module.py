@@ -113,6 +113,7 @@ class EmbeddedEnsemble(nn.Module):
         self.flow = flow
         self._merged: MergedExecutor | None = None
         self.foldings: list[_Folding] = []  # the latest first
+        self.call_reason = ""  # why the latest call could not be folded, whatever the code does
         self.argument_names: list[str] | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
@@ -122,7 +123,7 @@ class EmbeddedEnsemble(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("flow", "_merged", "foldings", "argument_names"):
+        for name in ("flow", "_merged", "foldings", "call_reason", "argument_names"):
             state.pop(name)
         state["member_attributes"] = self.merged.member_attributes()
         return state
@@ -236,6 +237,8 @@ class EmbeddedEnsemble(nn.Module):
 
     def forward(
         self,
+        x: Any = ...,
+        /,
         *inputs: Any,
         batch: optim.BatchKind = "same",
         chunk: int | None = None,
@@ -244,9 +247,10 @@ class EmbeddedEnsemble(nn.Module):
         """Run all members.
 
         Args:
-            *inputs: positional arguments of the reference.
-            batch: "same": every member sees the inputs; "own": tensors among ``inputs`` have the
-                members as their first axis; "split": row i of every tensor goes to member i mod M.
+            x: first argument of the reference, unless all of them are passed by name.
+            *inputs: further positional arguments of the reference.
+            batch: "same": every member sees the inputs; "own": positional tensors have the members
+                as their first axis; "split": row i of every tensor goes to member i mod M.
             chunk: number of members that run together, instead of ``self.chunk``.
             **kwargs: keyword arguments of the reference.
 
@@ -254,6 +258,10 @@ class EmbeddedEnsemble(nn.Module):
             The outputs with the members as a new first axis, ``(member, batch, …)``; for "split"
             those of the reference, ``(batch, …)``.
         """
+        # With a first argument of its own, torch.export takes the same dynamic_shapes as for
+        # other modules.
+        if x is not ...:
+            inputs = (x, *inputs)
         if batch == "same":
             return self._run(inputs, kwargs, chunk, per_member=False)
         self._check_inputs(inputs, batch)
@@ -386,8 +394,12 @@ class EmbeddedEnsemble(nn.Module):
         """Return the folded network for a call, and its tensor arguments; None: run merged."""
         call = self._bind_call(inputs, kwargs)
         if call is None:
+            self.call_reason = "its arguments are not tensors or plain values with fixed names"
             return None, []
         tensors, constants = call
+        if per_member and any(isinstance(value, Tensor) for value in kwargs.values()):
+            self.call_reason = "keyword arguments are the same for all members"
+            return None, []
         arguments = list(tensors.values())
         ranks = {name: tensor.dim() for name, tensor in tensors.items()}
         if per_member:
@@ -396,23 +408,34 @@ class EmbeddedEnsemble(nn.Module):
         rows = arguments[0].shape[batch_axis] if arguments[0].dim() > batch_axis else 0
         for tensor in arguments[1:]:
             if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
+                self.call_reason = "its arguments have different numbers of rows"
                 return None, []
+        if self.call_reason:
+            self.call_reason = ""
         modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+        if torch.compiler.is_compiling():
+            index = self._folding_index(ranks, constants, modes)
+            return self.foldings[index].folded, arguments
         return self._find_folding(ranks, constants, modes).folded, arguments
 
     def _find_folding(
         self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
     ) -> "_Folding":
-        """Return the folding for one kind of call and make it the latest."""
-        foldings = list(self.foldings)  # other threads may change the list
-        for index, folding in enumerate(foldings):
+        """Return the folding for one kind of call, which is made on the first such call."""
+        for folding in list(self.foldings):  # other threads may change the list
             if folding.fits(ranks, constants, modes):
-                if index:
-                    self.foldings = [folding, *foldings[:index], *foldings[index + 1 :]]
                 return folding
         folding = _Folding(self, ranks, constants, modes)
-        self.foldings = [folding, *foldings[: MOST_FOLDINGS - 1]]
+        self.foldings = [*self.foldings[1 - MOST_FOLDINGS :], folding]
         return folding
+
+    @torch.compiler.assume_constant_result
+    def _folding_index(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+    ) -> int:
+        """Return the index of a folding. torch.compile cannot follow torch.fx, so it calls this."""
+        folding = self._find_folding(ranks, constants, modes)
+        return self.foldings.index(folding)
 
     def _bind_call(
         self, inputs: tuple, kwargs: dict
@@ -503,10 +526,13 @@ class EmbeddedEnsemble(nn.Module):
             folded, arguments = self._folded_for(args, named, per_member=False)
             values = self.sample_values()
             if folded is None:
+                modules = self.reference.modules()
+                is_parametrized = any(parametrize.is_parametrized(module) for module in modules)
                 outputs_of_chunks = self._run_merged(args, named, values, per_member=False)
                 for outputs in outputs_of_chunks:
                     loss = optim.objective(outputs, target, criterion)
-                    loss.backward()
+                    # Members share the graph of parametrized weights.
+                    loss.backward(retain_graph=is_parametrized)
                     total = total + loss.detach()
                 return total
             folded_pass = _FoldedPass(self, folded, arguments, values, cut=True)
@@ -698,7 +724,9 @@ class EmbeddedEnsemble(nn.Module):
 
         Before the first call this is judged for an input with two axes.
         """
-        folding = self.foldings[0] if self.foldings else None
+        if self.call_reason:
+            return f"merged: {self.call_reason}"
+        folding = self.foldings[-1] if self.foldings else None
         if folding is None:
             names = _required_names(self.reference)
             if not names:
@@ -748,9 +776,16 @@ class _Folding:
         for name, value in constants.items():
             if type(value) is not type(self.constants[name]):  # True equals 1
                 return False
-        if _module_state(self.reference) != self.state:
+        if not _is_equal(_module_state(self.reference), self.state):
             return False
         return self.guard is None or self.guard.holds()
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    try:
+        return left == right
+    except (RuntimeError, ValueError):  # another tensor or array with several elements
+        return False
 
 
 def _module_state(reference: nn.Module) -> list[tuple[dict[str, Any], list[nn.Module], int]]:

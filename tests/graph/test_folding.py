@@ -1,0 +1,139 @@
+"""The folded form: shared values are computed once, and unsafe code is not folded."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ARCHITECTURES
+from torch import nn
+
+import embens
+from embens.graph.folding import rank_after
+from embens.graph.rowwise import Unfoldable
+
+FOLDED = "mlp", "paper's cnn", "residual", "grouped", "transposed", "attention by hand"
+FOLDED += "transformer", "cross attention", "reused", "held", "tied"
+
+
+def layers_in(graph) -> list[str]:
+    return [node.target for node in graph.graph.nodes if node.op == "call_module"]
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_ordinary_architectures_are_folded(name):
+    case = next(case for case in ARCHITECTURES if case.name == name)
+    ensemble = embens.batch_ensemble(case.build(), 3)
+    ensemble(case.inputs(torch.Generator().manual_seed(0)))
+    assert ensemble.executor == "folded"
+
+
+def test_values_before_the_first_modulation_are_computed_once():
+    reference = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+    ensemble = embens.last_layer_dropout(nn.Sequential(*reference, nn.Linear(8, 2)), 5)
+    ensemble(torch.randn(4, 3))
+    folded = ensemble.foldings[0].folded
+    assert layers_in(folded.prefix) == ["0", "1", "2", "3"]
+    assert layers_in(folded.suffix) == ["4"]
+
+
+def test_dropout_is_drawn_for_each_member_in_training():
+    reference = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    one = embens.laws.Constant(1)
+    ensemble = embens.embed(reference, 3, pre=None, post=one)
+    x = torch.ones(64, 3)
+    for chunk in (1, 2, 3):
+        first, second, third = ensemble.train()(x, chunk=chunk)
+        assert not torch.equal(first, second)
+        assert not torch.equal(second, third)
+        first, second, third = ensemble.eval()(x, chunk=chunk)
+        torch.testing.assert_close(first, second)
+
+
+def test_a_norm_before_the_first_modulation_is_updated_once_per_pass():
+    reference = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    ensemble = embens.batch_ensemble(reference, 4).train()
+    ensemble(torch.randn(6, 3), chunk=1)
+    assert ensemble.executor == "folded"
+    assert ensemble.member(2)[0].num_batches_tracked == 1
+
+
+class Reshaping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.b(self.a(x).view(-1, 6).view(-1, 3))
+
+
+def test_reshaping_does_not_join_rows_of_two_members():
+    ensemble = embens.batch_ensemble(Reshaping(), 4)
+    assert ensemble(torch.randn(2, 3)).shape == (4, 2, 2)
+    assert ensemble.executor == "folded"
+    with pytest.raises(RuntimeError, match="not divisible"):
+        ensemble(torch.randn(1, 3))
+
+
+REFUSED = [
+    (nn.GLU(dim=-2), 2),
+    (nn.Softmax(0), 3),
+    (nn.Softmax(), 3),
+    (nn.Flatten(0), 3),
+    (nn.LSTM(2, 3), 3),
+    (nn.ReLU(), 1),
+    (nn.Conv2d(2, 2, 1), 3),
+    (nn.LayerNorm((4, 6)), 2),
+    (nn.ConstantPad2d(1, 0.0), 3),
+    (nn.InstanceNorm1d(3, track_running_stats=True), 3),
+]
+
+
+@pytest.mark.parametrize(("module", "rank"), REFUSED, ids=str)
+def test_modules_that_may_mix_rows_are_refused(module, rank):
+    with pytest.raises(Unfoldable):
+        rank_after(module, "module", rank)
+
+
+def test_the_rank_after_a_module_is_known():
+    assert rank_after(nn.Flatten(), "", 4) == 2
+    assert rank_after(nn.Embedding(3, 4), "", 2) == 3
+    assert rank_after(nn.Unflatten(1, (2, 3)), "", 2) == 3
+    assert rank_after(nn.GLU(dim=-2), "", 3) == 3
+
+
+@pytest.mark.parametrize("batch", ["own", "split"])
+def test_batches_of_members_are_folded(batch):
+    reference = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2))
+    ensemble = embens.batch_ensemble(reference, 3)
+    x = torch.randn(3, 5, 4) if batch == "own" else torch.randn(15, 4)
+    outputs = ensemble(x, batch=batch)
+    assert ensemble.executor == "folded"
+    for a in range(3):
+        part, rows = (x[a], outputs[a]) if batch == "own" else (x[a::3], outputs[a::3])
+        torch.testing.assert_close(rows, ensemble.member(a)(part))
+
+
+def test_memory_of_backward_is_that_of_one_chunk():
+    reference = embens.networks.cnn((8, 16), inputs=3, outputs=5, image=16)
+    ensemble = embens.batch_ensemble(reference, 8)
+    x, target = torch.randn(16, 3, 16, 16), torch.randint(5, (16,))
+
+    def most_saved(run) -> int:
+        sizes = {"alive": 0, "peak": 0}
+
+        class Saved:
+            def __init__(self, tensor):
+                self.tensor = tensor
+                sizes["alive"] += tensor.numel()
+                sizes["peak"] = max(sizes.values())
+
+            def __del__(self):
+                sizes["alive"] -= self.tensor.numel()
+
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            run()
+        return sizes["peak"]
+
+    single = most_saved(lambda: F.cross_entropy(reference(x), target).backward())
+    whole = most_saved(lambda: ensemble.objective(ensemble(x), target).backward())
+    stepwise = most_saved(lambda: ensemble.backward(x, target, chunk=1))
+    assert stepwise < 2.5 * single < whole / 2

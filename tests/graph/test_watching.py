@@ -1,0 +1,55 @@
+"""The data flow of a network, read from one call."""
+
+import copy
+
+import pytest
+import torch
+from cases import ARCHITECTURES
+from torch import nn
+
+from embens.graph.reading import read_flow
+from embens.graph.watching import watch_flow
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
+def test_an_example_and_the_code_have_the_same_flow(case):
+    reference = case.build()
+    watched = watch_flow(reference, case.inputs(torch.Generator().manual_seed(0)))
+    traced = read_flow(reference)
+    assert (watched.first, watched.last) == (case.first, case.last)
+    if not traced.guesses:
+        assert watched.upstream == traced.upstream
+        assert watched.repeat == traced.repeat
+
+
+class Looking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h if bool(h.sum() > 0) else -h)
+
+
+def test_code_that_looks_at_values_is_followed():
+    assert watch_flow(Looking(), torch.randn(4, 3)).upstream == {"a": set(), "b": {"a"}}
+
+
+def test_keyword_arguments_are_passed_as_a_dictionary():
+    assert watch_flow(Looking(), {"x": torch.randn(4, 3)}).first == {"a"}
+
+
+def test_an_example_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"could not be called on example_input \(shapes \[\(4, 7"):
+        watch_flow(Looking(), torch.randn(4, 7))
+
+
+def test_watching_changes_neither_the_reference_nor_the_random_numbers():
+    reference = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3))
+    state = copy.deepcopy(reference.state_dict())
+    random_state = torch.get_rng_state()
+    watch_flow(reference, torch.ones(8, 6))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(tensor, state[name])
