@@ -126,7 +126,7 @@ def train(
             tuple(data.train),
             epochs=setting.epochs,
             batch_size=setting.batch_size,
-            optimizer=lambda _: optimizer,
+            optimizer=optimizer,
             seed=cell.seed,
             callbacks=[record_epoch],
             progress=False,

@@ -1,4 +1,4 @@
-"""Callbacks that set options of the loop."""
+"""Callbacks that set options of the loop, early stopping and the schedule."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from training import problem
 
 import embens
@@ -19,9 +20,11 @@ from embens.training import (
     Compile,
     EarlyStopping,
     KeepBest,
+    KeepLast,
     Objective,
     ScheduleEveryStep,
     fit,
+    linear_decay,
 )
 
 CHUNKS = {"whole": [], "chunks": [Objective(chunk=2)]}
@@ -194,3 +197,63 @@ def test_wrong_settings_raise_when_the_callback_is_made(make, message):
 def test_options_that_exclude_one_another_raise(callbacks, message):
     with pytest.raises(ValueError, match=message):
         fit(problem.ensemble(), problem.data(), problem.data(), epochs=1, callbacks=callbacks)
+
+
+def test_the_schedule_is_constant_then_linear():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.01)
+    scheduler = linear_decay(1000)(optimizer)
+    rates = []
+    for _ in range(1000):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:501] == [0.01] * 501
+    assert rates[750] == pytest.approx((0.01 + 1e-4) / 2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("options", [{"hold": 2}, {"final": -0.1}])
+def test_fractions_outside_zero_and_one_raise(options):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        linear_decay(10, **options)
+
+
+def metric_of(values, seen):
+    def metric(outputs, target):
+        seen.append(outputs.clone())
+        return values[len(seen) - 1]
+
+    return metric
+
+
+def test_patience_stops_and_the_best_weights_are_kept():
+    train, validation, seen = problem.data(), problem.data(40, 9), []
+    metric = metric_of([0.3, 0.7, 0.7, 0.1, 0.9, 0.2], seen)
+    ensemble = problem.ensemble()
+    callbacks = [EarlyStopping(2, metric, maximise=True)]
+    history = fit(ensemble, train, validation, epochs=6, lr=0.05, callbacks=callbacks)
+    assert history.stopped == "patience"
+    assert history.best_epoch == 2
+    assert [row["metric"] for row in history.epochs] == [0.3, 0.7, 0.7, 0.1]
+    torch.testing.assert_close(ensemble(validation[0]), seen[1])
+
+
+def test_the_last_weights_can_be_kept():
+    train, validation, seen = problem.data(), problem.data(40, 9), []
+    metric = metric_of([0.3, 0.7, 0.7, 0.1, 0.9, 0.2], seen)
+    ensemble = problem.ensemble()
+    callbacks = [KeepBest(metric, maximise=False), KeepLast()]
+    history = fit(ensemble, train, validation, epochs=6, callbacks=callbacks)
+    assert (history.stopped, history.best_epoch) == ("epochs", 4)
+    torch.testing.assert_close(ensemble(validation[0]), seen[5])
+
+
+def test_early_stopping_needs_validation_data():
+    with pytest.raises(ValueError, match="EarlyStopping needs validation data"):
+        fit(problem.ensemble(), problem.data(), epochs=1, callbacks=[EarlyStopping(3)])
+
+
+@pytest.mark.parametrize("patience", [0, -1])
+def test_a_patience_below_one_raises(patience):
+    with pytest.raises(ValueError, match="patience must be"):
+        EarlyStopping(patience)

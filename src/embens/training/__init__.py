@@ -1,9 +1,15 @@
 """Training: ``fit``, its callbacks and its history."""
 
-from embens.training.averaging import WeightAveraging
-from embens.training.callbacks import Callback, CSVLog, Log
+from embens.training.callbacks import (
+    Callback,
+    ClipGradients,
+    CSVLog,
+    Log,
+    TimeLimit,
+    WeightAveraging,
+    clip_gradients_,
+)
 from embens.training.checkpoint import Checkpoint
-from embens.training.clipping import ClipGradients, clip_gradients_
 from embens.training.history import History
 from embens.training.loop import fit
 from embens.training.options import (
@@ -11,15 +17,15 @@ from embens.training.options import (
     Autocast,
     Batches,
     Compile,
+    EarlyStopping,
     KeepBest,
     KeepLast,
     Objective,
     Options,
     ScheduleEveryStep,
+    linear_decay,
 )
 from embens.training.run import Divergence, Run
-from embens.training.schedule import linear_decay
-from embens.training.stopping import EarlyStopping, TimeLimit
 
 __all__ = [
     "Accumulate",

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from embens.checks import check_rows
-from embens.training import randomness
-from embens.training.parallel import ALONE, World
+from embens.training import processes
+from embens.training.processes import ALONE, World
 
 EXPECTED = "tensors (inputs, targets), a torch Dataset of such pairs, or a DataLoader of batches"
 
@@ -106,7 +106,7 @@ class IndexedSource(BatchSource):
         """Return the order of the rows in an epoch, ``(row,)`` or ``(member, row)``."""
         if self.seed is None:
             return torch.arange(self.count)
-        generator = torch.Generator().manual_seed(randomness.combine(self.seed, epoch))
+        generator = torch.Generator().manual_seed(processes.combine(self.seed, epoch))
         if self.members is None:
             return torch.randperm(self.count, generator=generator)
         orders = [torch.randperm(self.count, generator=generator) for _ in range(self.members)]

@@ -1,4 +1,4 @@
-"""The callback protocol of :func:`embens.fit`, and callbacks that log.
+"""The callback protocol of :func:`embens.fit`, and callbacks that act during a run.
 
 A callback is an object of a subclass of :class:`Callback`, or a plain function of
 ``(ensemble, record)``, which is called after each epoch.
@@ -6,13 +6,20 @@ A callback is an object of a subclass of :class:`Callback`, or a plain function 
 
 from __future__ import annotations
 
+import copy
 import csv
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embens.checks import closest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from embens.checks import Gamma, check_number, closest, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.files import write_atomically
 
@@ -188,3 +195,163 @@ class Log(Callback):
         for name, value in record.items():
             if name != "epoch":
                 self.writer.add_scalar(name, value, record["epoch"])
+
+
+class TimeLimit(Callback):
+    """Stop after a number of seconds; the epoch that is cut short is validated.
+
+    With a :class:`Checkpoint` the next run continues where this one stopped.
+
+    Args:
+        seconds: of wall-clock time, above 0.
+
+    Example:
+        >>> callbacks = [TimeLimit(3600)]
+    """
+
+    changes_training = True
+
+    def __init__(self, seconds: float):
+        self.seconds = check_number("seconds", seconds, "a number above 0", lambda value: value > 0)
+        self._deadline = math.inf
+
+    def settings(self) -> dict[str, Any]:
+        """Return nothing: a run may continue with another limit."""
+        return {}
+
+    def on_start(self, run: Run) -> None:
+        """Start the clock."""
+        self._deadline = time.monotonic() + self.seconds
+
+    def on_step(self, run: Run) -> None:
+        """Stop after the deadline of the first process, in all processes at the same step."""
+        if run.agree(time.monotonic() > self._deadline):
+            run.stop("time")
+
+
+class WeightAveraging(Callback):
+    r"""Validate, and end with, a running mean of the weights instead of the last weights.
+
+    After step :math:`s`, the mean moves by
+
+    .. math:: \bar w \leftarrow \bar w + \frac{w - \bar w}{\min(h, 1 + s/9)},
+
+    where :math:`h` is the number of steps in ``epochs`` epochs. Buffers, such as statistics of norm
+    layers, are copied. The mean is evaluated in full precision.
+
+    Args:
+        epochs: length of the average, a number above 0.
+
+    Example:
+        >>> callbacks = [WeightAveraging(epochs=2)]
+    """
+
+    changes_training = True
+
+    def __init__(self, epochs: float):
+        self.epochs = check_number("epochs", epochs, "a number above 0", lambda value: value > 0)
+        self._average: Any = None
+
+    def on_start(self, run: Run) -> None:
+        """Copy the ensemble."""
+        if run.steps_per_epoch == 0:
+            raise ValueError(
+                "WeightAveraging: the length of this loader is unknown; pass one with len()."
+            )
+        self._average = copy.deepcopy(run.ensemble)
+        run.evaluated = self._average
+
+    @torch.no_grad()
+    def on_step(self, run: Run) -> None:
+        """Update the average."""
+        horizon = max(self.epochs * run.steps_per_epoch, 1.0)
+        decay = 1 - 1 / min(horizon, 1 + run.steps / 9)
+        means = [p.detach() for p in self._average.parameters()]
+        weights = [p.detach() for p in run.ensemble.parameters()]
+        get_ema_multi_avg_fn(decay)(means, weights, run.steps)
+        buffers = zip(self._average.buffers(), run.ensemble.buffers(), strict=True)
+        for copied, buffer in buffers:
+            copied.copy_(buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averaged weights."""
+        return dict(self._average.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the averaged weights."""
+        self._average.load_state_dict(state)
+
+
+@torch.no_grad()
+def clip_gradients_(ensemble: EmbeddedEnsemble, norm: float, *, gamma: Gamma = None) -> Tensor:
+    r"""Clip the gradients of an ensemble in place, member by member.
+
+    Member :math:`a` sees a step on its own network, with the gradient norm :math:`n_a`. The factor
+    that clips it to the norm :math:`C` is :math:`c_a`:
+
+    .. math::
+        n_a^2 = \Big\| \frac{\gamma}{M} \sum_b \frac{\partial L_b}{\partial w} \Big\|^2
+              + \Big\| \frac{\partial L_a}{\partial u_a} \Big\|^2, \qquad
+        c_a = \min\Big(1, \frac{C}{n_a}\Big).
+
+    Individual gradients are multiplied by the :math:`c_a` of their member, shared gradients by the
+    smallest :math:`c_a`. So no member's norm exceeds :math:`C`.
+
+    Args:
+        ensemble: an ensemble with the gradients of the objective, before the optimizer's step.
+        norm: the largest norm of a member's gradient, :math:`C`.
+        gamma: as for :meth:`~embens.EmbeddedEnsemble.parameter_groups`.
+
+    Returns:
+        The norms before clipping, ``(member,)``.
+
+    Example:
+        >>> from torch import nn
+        >>> from embens import batch_ensemble
+        >>> ensemble = batch_ensemble(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)), 3)
+        >>> ensemble(torch.ones(4, 2)).square().sum().backward()
+        >>> _ = clip_gradients_(ensemble, norm=0.5)
+        >>> bool((clip_gradients_(ensemble, norm=0.5) < 0.501).all())
+        True
+    """
+    check_number("norm", norm, "a number above 0", lambda value: value > 0)
+    factor = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
+    shared = [p.grad for p in ensemble.shared_parameters() if p.grad is not None]
+    individual = [p.grad for p in ensemble.individual_parameters() if p.grad is not None]
+    squared_norms = []
+    for gradient in individual:
+        squared_norms.append(gradient.reshape(ensemble.members, -1).square().sum(1))
+    if shared:
+        shared_norm = factor * torch.nn.utils.get_total_norm(shared)
+        squared_norms.append(shared_norm.square().expand(ensemble.members))
+    norms = torch.stack(squared_norms).sum(0).sqrt()
+    scales = (norm / norms).clamp(max=1.0)
+    for gradient in shared:
+        gradient.mul_(scales.min())
+    for gradient in individual:
+        trailing_axes = [1] * (gradient.dim() - 1)
+        gradient.mul_(scales.view(-1, *trailing_axes))
+    return norms
+
+
+class ClipGradients(Callback):
+    """Clip the gradient of every member before each step (:func:`clip_gradients_`).
+
+    Args:
+        norm: the largest norm of a member's gradient, above 0.
+        gamma: as for :func:`clip_gradients_`; None: the gamma of ``fit``.
+
+    Example:
+        >>> callbacks = [ClipGradients(1.0)]
+    """
+
+    changes_training = True
+
+    def __init__(self, norm: float, gamma: Gamma = None):
+        self.norm = check_number("norm", norm, "a number above 0", lambda value: value > 0)
+        self.gamma = gamma
+
+    def on_gradients(self, run: Run) -> None:
+        """Clip the gradients."""
+        gamma = run.gamma if self.gamma is None else self.gamma
+        clip_gradients_(run.ensemble, self.norm, gamma=gamma)

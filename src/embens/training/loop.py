@@ -23,17 +23,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from embens.checks import Gamma, check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
 from embens.modes import evaluating
-from embens.training import parallel, randomness
+from embens.training import processes
 from embens.training.batches import AnySource, Minibatch, batches_of
 from embens.training.callbacks import Callback, as_callbacks
 from embens.training.checkpoint import Checkpoint
-from embens.training.history import History, epoch_row
-from embens.training.inspection import check_data, explain_batch_norm
-from embens.training.options import Options, is_larger_better
-from embens.training.progress import Progress
+from embens.training.history import History, Progress, Tally, epoch_row
+from embens.training.options import MakeScheduler, Options, is_larger_better, linear_decay
+from embens.training.passes import check_data, explain_batch_norm
 from embens.training.run import Run, copy_weights
-from embens.training.schedule import MakeScheduler, linear_decay
-from embens.training.tally import Tally
 from embens.trees import gather
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -152,7 +149,7 @@ def fit(
         callback.setup(options)
     options.check()
 
-    world = parallel.join(next(ensemble.parameters()).device)
+    world = processes.join(next(ensemble.parameters()).device)
     if world.size > 1 and options.batch == "split":
         raise ValueError('Batches("split") needs one process; use Batches("own").')
     members = ensemble.members if options.batch == "own" else None
@@ -161,7 +158,7 @@ def fit(
     if validation is not None:
         validation_batches = batches_of(validation, batch_size, seed=None, name="validation")
 
-    parallel.broadcast_(world, ensemble.state_dict().values())
+    processes.broadcast_(world, ensemble.state_dict().values())
     optimizer = _make_optimizer(ensemble, optimizer, lr, gamma)
     arguments = {
         "epochs": epochs,
@@ -175,7 +172,7 @@ def fit(
     }
     with (
         evaluating(ensemble),  # restores the mode of every module
-        randomness.seeded(seed),
+        processes.seeded(seed),
         torch.enable_grad(),
         ExitStack() as cleanup,
     ):
@@ -198,7 +195,7 @@ def _train(run: Run, progress: Progress) -> History:
     """Train until the run is stopped, and load the final weights."""
     run.notify("on_start")
     # A barrier too: no process starts before all have read the checkpoint.
-    parallel.broadcast_(run.world, run.ensemble.state_dict().values())
+    processes.broadcast_(run.world, run.ensemble.state_dict().values())
     if run.stopped is None:
         check_data(run)
     with progress.running():
@@ -246,7 +243,7 @@ def _take_step(run: Run, minibatches: list[Minibatch]) -> None:
     rows = sum(batch.rows for batch in minibatches)
     totals = [batch.total for batch in minibatches if batch.total is not None]
     total = sum(totals) if len(totals) == len(minibatches) else None
-    objective = parallel.average_(run.world, objective, run.parameters, rows, total)
+    objective = processes.average_(run.world, objective, run.parameters, rows, total)
 
     scaler = run.passes.scaler
     scaler.unscale_(run.optimizer)
@@ -290,7 +287,7 @@ def _end_epoch(run: Run, progress: Progress) -> None:
     run.check_objectives()
     run.check_weights()
     run.tally.flush()
-    parallel.sum_(run.world, run.tally.sums.values())
+    processes.sum_(run.world, run.tally.sums.values())
     record: dict[str, Any] = {"epoch": run.epoch + 1, **run.tally.summary()}
     if run.validation is not None:
         record.update(_validate(run, run.validation))
@@ -321,8 +318,8 @@ def _validate(run: Run, validation: AnySource) -> dict[str, Any]:
     metric = run.options.metric
     tally = Tally(run.ensemble.members, device=run.device)
     results = []
-    seed = randomness.combine(run.seed, run.epoch, 1)
-    with evaluating(run.evaluated), randomness.seeded(seed):
+    seed = processes.combine(run.seed, run.epoch, 1)
+    with evaluating(run.evaluated), processes.seeded(seed):
         for result in run.passes.evaluate(validation, run.evaluated):
             tally.add(*result)
             if callable(metric):

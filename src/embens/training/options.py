@@ -1,22 +1,31 @@
-"""Options of the training loop, and the callbacks that set them.
+"""Options of the training loop, the callbacks that set them, and the default schedule.
 
 Each option is set by one callback. The loop reads :class:`Options` where it needs them.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from embens import metrics
 from embens.checks import check_choice, check_whole
 from embens.training.callbacks import Callback
 
+if TYPE_CHECKING:
+    from embens.training.run import Run
+
 BatchKind = Literal["same", "own", "split"]
 ObjectiveKind = Literal["members", "mean", "moments"]
 Metric = str | Callable[[Tensor, Tensor], Any] | None
+MakeScheduler = Callable[[Optimizer], LRScheduler]
 DIRECTIONS: dict[Any, bool] = {
     "accuracy": True,
     "loss": False,
@@ -256,3 +265,79 @@ class KeepLast(Callback):
     def setup(self, options: Options) -> None:
         """Set ``options.keep_best``."""
         options.keep_best = False
+
+
+class EarlyStopping(Callback):
+    """Stop after ``patience`` epochs without a better metric on the validation data.
+
+    The ensemble ends with the weights of the best epoch; add :class:`KeepLast` to keep the last.
+
+    Args:
+        patience: number of epochs.
+        metric: as for :class:`KeepBest`.
+        maximise: as for :class:`KeepBest`.
+
+    Example:
+        >>> callbacks = [EarlyStopping(10, metric="loss")]
+    """
+
+    changes_training = True
+
+    def __init__(self, patience: int, metric: Metric = None, maximise: bool | None = None):
+        if metric is not None:
+            is_larger_better(metric, maximise)
+        self.patience = check_whole("patience", patience)
+        self.metric = metric
+        self.maximise = maximise
+
+    def setup(self, options: Options) -> None:
+        """Set ``options.metric``."""
+        options.choose_metric(self.metric, self.maximise)
+
+    def on_start(self, run: Run) -> None:
+        """Raise ValueError without validation data."""
+        if run.validation is None:
+            raise ValueError("EarlyStopping needs validation data, got validation=None.")
+
+    def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+        """Stop if the best epoch is too long ago."""
+        if math.isnan(record["metric"]):
+            return
+        best_epoch = run.best_epoch or 0
+        if run.epoch - best_epoch >= self.patience:
+            run.stop("patience")
+
+
+def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> MakeScheduler:
+    """Return the paper's schedule: constant, then linearly decreasing.
+
+    Args:
+        epochs: epochs of the whole run.
+        hold: fraction of the epochs with the full rate.
+        final: fraction of the rate after the last epoch.
+
+    Returns:
+        A function from an optimizer to a scheduler that makes one step per epoch.
+
+    Raises:
+        ValueError: if ``hold`` or ``final`` is not between 0 and 1.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> scheduler = linear_decay(8, final=0.0)(optimizer)
+        >>> [scheduler.lr_lambdas[0](epoch) for epoch in range(8)]
+        [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if not 0 <= hold <= 1 or not 0 <= final <= 1:
+        raise ValueError(f"hold and final must be between 0 and 1, got {hold} and {final}.")
+    decaying_epochs = max(epochs * (1 - hold), 1e-12)
+
+    def factor(epoch: int) -> float:
+        remaining = (epochs - epoch) / decaying_epochs
+        return final + (1 - final) * min(1.0, max(0.0, remaining))
+
+    def make(optimizer: Optimizer) -> LRScheduler:
+        return LambdaLR(optimizer, factor)
+
+    return make

@@ -1,8 +1,10 @@
-"""Forward and backward passes of a run through batches."""
+"""Forward and backward passes of a run, and checks of the data before the first step."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 from embens.checks import find_gaps
 from embens.ensemble import EmbeddedEnsemble
+from embens.modes import evaluating
 from embens.optim import (
     Criterion,
     check_labels,
@@ -20,9 +23,13 @@ from embens.optim import (
     member_losses,
     squared_error,
 )
-from embens.training.batches import AnySource, Minibatch, map_tensors
+from embens.training import processes
+from embens.training.batches import AnySource, LoaderSource, Minibatch, map_tensors
 from embens.training.options import BatchKind, Options
 from embens.trees import gather
+
+if TYPE_CHECKING:
+    from embens.training.run import Run
 
 DEFAULT_CRITERIA: dict[str, Criterion] = {
     "cross_entropy": F.cross_entropy,
@@ -223,3 +230,68 @@ def _full_precision(value: Tensor) -> Tensor:
     if value.dtype in (torch.bfloat16, torch.float16):
         return value.float()
     return value
+
+
+def check_data(run: Run) -> None:
+    """Raise ValueError for data that would fail during the run.
+
+    Tensors are checked here, batches of a loader when they arrive.
+    """
+    _check_finite(run, run.train, run.options.batch)
+    if run.validation is not None:
+        _check_finite(run, run.validation, "same")
+    if run.steps == 0:
+        _check_last_batch(run)
+
+
+@torch.no_grad()
+def _check_finite(run: Run, source: AnySource, batch: BatchKind) -> None:
+    """Evaluate non-finite data once: the network and criterion may turn them into finite losses."""
+    if source.tensors is None:
+        return
+    gaps = run.passes.inspect(source.name, *source.tensors)
+    if not gaps:
+        return
+    criterion = run.passes.criterion
+    with evaluating(run.ensemble), processes.seeded(run.seed):
+        for result in run.passes.evaluate(source, run.ensemble, batch):
+            loss = result.losses.sum()
+            processes.sum_(source.world, [loss])
+            refuse_gaps(source.name, gaps, loss)
+    run.passes.criterion = criterion
+
+
+@torch.no_grad()
+def _check_last_batch(run: Run) -> None:
+    """Rehearse a small last batch: BatchNorm needs two rows of each member."""
+    source = run.train
+    if isinstance(source, LoaderSource):
+        return
+    rows = (source.count - 1) % source.batch_size + 1
+    members_per_row = run.ensemble.members if run.options.batch == "split" else 1
+    if rows >= 2 * source.world.size * members_per_row:
+        return
+    (last,) = source.epoch(0, len(source) - 1)
+    name = f"train: the last of {source.count} rows in batches of {source.batch_size} are {rows}"
+    weights = {key: value.clone() for key, value in run.ensemble.state_dict().items()}
+    args, kwargs = run.ensemble.bind(run.passes.move(last.inputs))
+    run.ensemble.train()
+    try:
+        with explain_batch_norm(name), processes.seeded(run.seed), run.passes.autocast():
+            run.ensemble(*args, batch=run.options.batch, **kwargs)
+    finally:
+        run.ensemble.load_state_dict(weights)
+
+
+@contextmanager
+def explain_batch_norm(name: str) -> Iterator[None]:
+    """Add the fix to the error that BatchNorm raises for a single row."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            f"{name}, and BatchNorm needs at least two rows of each member in training. Choose "
+            "another batch_size, or pass a DataLoader with drop_last=True."
+        ) from error

@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.training import parallel, randomness
+from embens.training import processes
 from embens.training.batches import AnySource
 from embens.training.callbacks import MOMENTS, Callback
-from embens.training.history import History, make_history
+from embens.training.history import History, Tally, make_history
 from embens.training.options import Options
-from embens.training.parallel import World
 from embens.training.passes import Passes
-from embens.training.tally import Tally
+from embens.training.processes import World
 
 
 class Divergence(ArithmeticError):
@@ -149,7 +148,7 @@ class Run:
         if self.world.size == 1:
             return float(value)
         number = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
-        parallel.broadcast_(self.world, [number])
+        processes.broadcast_(self.world, [number])
         return float(number)
 
     def notify(self, moment: str, *arguments: Any) -> None:
@@ -159,7 +158,7 @@ class Run:
             if callback.changes_training:
                 method(self, *arguments)
             else:
-                with randomness.seeded(self.seed):
+                with processes.seeded(self.seed):
                     method(self, *arguments)
 
     # For the loop
@@ -224,7 +223,7 @@ class Run:
         """Return the state between two steps; to be called in all processes."""
         self.tally.flush()
         sums = {name: value.clone() for name, value in self.tally.sums.items()}
-        parallel.sum_(self.world, sums.values())
+        processes.sum_(self.world, sums.values())
         # At the start of an epoch the good weights are those of the ensemble.
         between_epochs = self.step == 0
         callback_states = []
@@ -249,7 +248,7 @@ class Run:
             "good_weights": None if between_epochs else self.good_weights,
             "stopped": self.stopped if between_epochs else None,
             "tally": sums,
-            "random": randomness.get_states(),
+            "random": processes.get_states(),
             "generators": [generator.get_state() for generator in self.train.generators],
             "criterion": self.passes.criterion_name(),
             "callbacks": callback_states,
@@ -277,7 +276,7 @@ class Run:
         if self.world.rank == 0:  # sums over processes: one process has them, the others zeros
             for name, value in state["tally"].items():
                 self.tally.sums[name].copy_(value)
-        randomness.set_states(state["random"])
+        processes.set_states(state["random"])
         for generator, value in zip(self.train.generators, state["generators"], strict=True):
             generator.set_state(value)
         self.passes.restore_criterion(state["criterion"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from tests.reproduction.battery import Battery
 
@@ -20,3 +21,4 @@ def rows(c, true, noise):
 
 class TestCost(Battery):
     name, rows = "cost", staticmethod(rows)
+    fast: ClassVar = {"turns": 1, "batch": 4}

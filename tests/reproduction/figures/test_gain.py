@@ -30,4 +30,4 @@ def test_all_networks_of_a_preset_are_of_one_width_and_on_the_same_data():
     for setting in PRESETS.values():
         cells = cells_of("gain", setting, [0])
         assert len({(cell["width"], cell.setting) for cell in cells}) == 1
-        assert sum(cell.experiment == "fair" for cell in cells) == 1
+        assert sum(cell.experiment == "baselines" for cell in cells) == 1

@@ -1,8 +1,9 @@
-"""Two gloo processes give what one process gives with the joint batch, to rounding."""
+"""Two gloo processes give the result of one, and seeds determine a run."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from training import problem
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="there is no gloo"
-)
+from embens.training import fit, processes
 
 SCRIPT = """
 import os, sys
@@ -122,6 +122,8 @@ def run(command: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("there is no gloo")
     folder = tmp_path_factory.mktemp("parallel")
     script = folder / "script.py"
     script.write_text(SCRIPT)
@@ -166,3 +168,49 @@ def test_only_the_first_process_has_callbacks(results):
     assert len(seen) == 3 * 5 + 1
     assert results["2-0"]["seen"] == pytest.approx(seen, rel=1e-4)
     assert results["2-1"]["seen"] == []
+
+
+def test_a_seed_determines_the_run_and_the_global_generators_are_left_alone():
+    def run(seed):
+        ensemble = problem.ensemble(dropout=0.3)
+        history = fit(ensemble, problem.Pairs(*problem.data(), noise=True), epochs=2, seed=seed)
+        return problem.weights(ensemble), problem.without_time(history)
+
+    torch.manual_seed(11)
+    random.seed(11)
+    before = torch.get_rng_state(), random.getstate()
+    first = run(3)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    torch.manual_seed(12)
+    random.seed(12)
+    second, other = run(3), run(4)
+    problem.assert_equal(first[0], second[0])
+    assert repr(first[1]) == repr(second[1])
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(*(run[0].values() for run in (first, other)), strict=True)
+    )
+
+
+def test_seeds_made_of_several_numbers_are_different_and_stay_the_same():
+    seeds = {processes.combine(a, b) for a in range(30) for b in range(30)}
+    assert len(seeds) == 900
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert processes.combine(0, 1) == processes.combine(0, 1) != processes.combine(1, 0)
+
+
+def test_generators_go_on_after_a_block_as_if_nothing_had_happened():
+    numpy = pytest.importorskip("numpy")
+
+    def draw():
+        return torch.rand(()).item(), random.random(), numpy.random.rand()
+
+    with processes.seeded(1):
+        first = draw()
+    states = processes.get_states()
+    after = draw()
+    with processes.seeded(1):
+        assert draw() == first
+    processes.set_states(states)
+    assert draw() == after
