@@ -702,8 +702,7 @@ class _Folding:
         modes: tuple[bool, ...],
     ):
         self.ranks, self.constants, self.modes = ranks, constants, modes
-        self.reference = ensemble.reference
-        self.state = _module_state(ensemble.reference)
+        self.states = [(module, _ModuleState(module)) for module in ensemble.reference.modules()]
         self.guard = Guard(ensemble.reference) if has_user_code(ensemble.reference) else None
         self.folded: Folded | None = None
         self.reason = ""
@@ -724,19 +723,37 @@ class _Folding:
         """Return whether the folding is valid for a call."""
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
-        if _module_state(self.reference) != self.state:
-            return False
+        for module, state in self.states:
+            if not state.matches(module):
+                return False
         return self.guard is None or self.guard.holds()
 
 
-def _module_state(reference: nn.Module) -> list[tuple[dict[str, Any], list[nn.Module], int]]:
-    """Return the attributes, children and number of hooks of every module of a network."""
-    state = []
-    for module in reference.modules():
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        hooks += len(module._backward_hooks) + len(module._backward_pre_hooks)
-        state.append((dict(vars(module)), list(module._modules.values()), hooks))
-    return state
+class _ModuleState:
+    """Attributes, children and number of hooks of a module when it was traced."""
+
+    def __init__(self, module: nn.Module):
+        self.attributes = dict(vars(module))
+        self.children = list(module._modules.values())
+        self.hooks = _count_hooks(module)
+
+    def matches(self, module: nn.Module) -> bool:
+        """Return whether the module is unchanged."""
+        # This runs for every module at every call, so little is copied.
+        return (
+            vars(module) == self.attributes
+            and list(module._modules.values()) == self.children
+            and _count_hooks(module) == self.hooks
+        )
+
+
+def _count_hooks(module: nn.Module) -> int:
+    return (
+        len(module._forward_hooks)
+        + len(module._forward_pre_hooks)
+        + len(module._backward_hooks)
+        + len(module._backward_pre_hooks)
+    )
 
 
 class _FoldedPass:
