@@ -1,4 +1,8 @@
-"""Run all benchmarks of speed and memory: `make bench`, or `make bench ARGS=--short`."""
+"""Measure speed and memory: ``python -m benchmarks --only cnn small --rounds 9``.
+
+Every row runs in a process of its own. Results are printed; ``--write`` stores them in
+``benchmarks/results`` and updates ``docs/performance.md``.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,124 @@ import argparse
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from benchmarks import page
+import torch
 
-SUITES = {  # rounds of the whole run, and of the short one
-    "embed": (9, 2),
-    "fit": (7, 2),
-    "imports": (15, 3),
-    "theory": (7, 2),
-    "finite": (3, 1),
+from benchmarks import compiling, finite, page, steps, theory, timing, using
+from benchmarks.rows import Row
+
+SHORT_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A function that measures one or two rows.
+
+    Attributes:
+        measure: takes the number of rounds.
+        rounds: default number of rounds.
+        threads: number of threads of torch.
+    """
+
+    measure: Callable[[int], list[Row]]
+    rounds: int = 9
+    threads: int = 2
+
+
+BENCHMARKS = {
+    "cnn": Benchmark(steps.cnn),
+    "cnn-channels-last": Benchmark(steps.cnn_channels_last),
+    "mlp": Benchmark(steps.mlp),
+    "small": Benchmark(steps.small, rounds=15, threads=1),
+    "transformer": Benchmark(steps.transformer, threads=1),
+    "transformer-autocast": Benchmark(steps.transformer_autocast, threads=1),
+    "overhead": Benchmark(steps.overhead, rounds=15, threads=1),
+    "last-layer": Benchmark(steps.last_layer),
+    "last-layer-channels-last": Benchmark(steps.last_layer_channels_last),
+    "masks": Benchmark(steps.masks),
+    "low-rank": Benchmark(steps.low_rank),
+    "collapse": Benchmark(steps.collapse),
+    "compile-small": Benchmark(compiling.compile_small, threads=1),
+    "compile-mlp": Benchmark(compiling.compile_mlp, threads=1),
+    "compile-transformer": Benchmark(compiling.compile_transformer, threads=1),
+    "fit-mlp": Benchmark(using.fit_mlp, threads=1),
+    "fit-cnn": Benchmark(using.fit_cnn, threads=1),
+    "predict": Benchmark(using.predict, rounds=25, threads=1),
+    "memory": Benchmark(using.memory),
+    "imports": Benchmark(using.imports, rounds=15),
+    "theory-mlp": Benchmark(theory.theory_mlp, rounds=7),
+    "theory-cnn": Benchmark(theory.theory_cnn, rounds=3),
+    "theory-memory": Benchmark(theory.theory_memory),
+    "finite-cnn": Benchmark(finite.finite_cnn, rounds=7, threads=1),
+    "finite-mlp": Benchmark(finite.finite_mlp, rounds=3, threads=1),
+    "finite-mlp-narrow": Benchmark(finite.finite_mlp_narrow, rounds=3, threads=1),
+    "finite-cnn-one": Benchmark(finite.finite_cnn_one, rounds=3, threads=1),
+    "finite-memory": Benchmark(finite.finite_memory, threads=1),
 }
 
 
 def main() -> None:
-    """Run the suites one after another, each in a process of its own, and make the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="few rounds")
-    parser.add_argument("--only", nargs="+", choices=SUITES, default=list(SUITES))
+    """Measure the chosen rows."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--rounds", type=int, help="instead of the default of each row")
+    parser.add_argument("--short", action="store_true", help=f"{SHORT_ROUNDS} rounds")
+    parser.add_argument("--threads", type=int, help="instead of the default of each row")
+    parser.add_argument("--write", action="store_true", help="store the results")
+    parser.add_argument(
+        "--patience", type=float, default=60, help="seconds for repeating disturbed measurements"
+    )
     options = parser.parse_args()
-    failed = []
-    for name in options.only:
-        begun = time.perf_counter()
-        rounds = SUITES[name][options.short]
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--rounds", str(rounds)]
-        if name in ("embed", "finite"):
-            command += ["--patience", "5" if options.short else "30"]
-        print(f"== {name}, {rounds} rounds", flush=True)
-        if subprocess.run(command, check=False).returncode:
-            failed.append(name)
-        print(f"== {name}: {time.perf_counter() - begun:.0f} s", flush=True)
-    page.main()
+    if len(options.only) == 1:
+        run(options.only[0], options)
+        return
+    failed = [name for name in options.only if not run_in_process(name, options)]
     if failed:
-        sys.exit(f"these suites failed: {', '.join(failed)}")
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
-main()
+def run(name: str, options: argparse.Namespace) -> None:
+    """Measure one benchmark in this process."""
+    benchmark = BENCHMARKS[name]
+    rounds = benchmark.rounds
+    if options.short:
+        rounds = SHORT_ROUNDS
+    if options.rounds is not None:
+        rounds = options.rounds
+    torch.set_num_threads(options.threads or benchmark.threads)
+    torch.manual_seed(0)
+    timing.PATIENCE = options.patience
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the peers
+        rows = benchmark.measure(rounds)
+    for row in rows:
+        print(f"\n[{row.name}] {row}", flush=True)
+        if options.write:
+            row.write()
+    if options.write:
+        page.main()
+
+
+def run_in_process(name: str, options: argparse.Namespace) -> bool:
+    """Measure one benchmark in a new process; return whether it succeeded."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks", "--only", name]
+    command += ["--patience", str(options.patience)]
+    if options.rounds is not None:
+        command += ["--rounds", str(options.rounds)]
+    if options.threads is not None:
+        command += ["--threads", str(options.threads)]
+    if options.short:
+        command.append("--short")
+    if options.write:
+        command.append("--write")
+    is_successful = subprocess.run(command, check=False).returncode == 0
+    print(f"[{name}] {time.perf_counter() - begin:.0f} s", flush=True)
+    return is_successful
+
+
+if __name__ == "__main__":
+    main()

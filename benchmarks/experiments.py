@@ -1,11 +1,9 @@
-"""Overhead of an experiment's cells: `transition --preset quick` against its bare arithmetic.
+"""Overhead of an experiment: ``transition --preset quick`` against its bare arithmetic.
 
-    python -m benchmarks.experiments [--seeds 4]
+    python -m benchmarks.experiments [--seeds 4] [--write]
 
-One p, every M, in turns: the training steps alone as a hand-written loop; and whole cells as the
-command measures them (building, training with `embens.fit`, evaluating). Then the whole command,
-with the preset's seeds, on all cores, against the bare arithmetic of all its cells shared out over
-those cores.
+For one p and every M, a hand-written training loop alternates with a whole cell of the experiment
+(building, ``embens.fit``, evaluation). Then the whole command runs on all cores.
 """
 
 from __future__ import annotations
@@ -18,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks.timing import RESULTS
+from benchmarks.rows import RESULTS
 from reproduction.figures import transition
 from reproduction.grid.cells import Cell, cells_of
 from reproduction.grid.settings import PRESETS, load_data
@@ -32,24 +31,25 @@ MEMBERS = transition.MEMBERS["quick"]
 SHIFT = 0.3
 
 
-def bare(members: int) -> None:
-    """Train an ensemble of the quick preset, by hand, with nothing around the steps."""
-    (inputs, targets), rows = load_data(SETTING).train, SETTING.batch_size
-    width = SETTING.channels[0]
+def train_by_hand(members: int) -> None:
+    """Train an ensemble of the quick preset without any library around the steps."""
+    inputs, targets = load_data(SETTING).train
+    rows, width = SETTING.batch_size, SETTING.channels[0]
     sizes = [(width, inputs.shape[1]), (width, width), (width, width), (10, width)]
-    weights = [torch.randn(s) * (2 / s[1]) ** 0.5 for s in sizes]
+    weights = [torch.randn(size) * (2 / size[1]) ** 0.5 for size in sizes]
     pre = [torch.randn(members, 1, width) for _ in range(3)]
     post = [torch.randn(members, 1, width) for _ in range(3)]
     leaves = [*weights, *pre, *post]
     values = [leaf.detach() for leaf in leaves]
-    momenta = [torch.zeros_like(v) for v in values]
+    momenta = [torch.zeros_like(value) for value in values]
     for leaf in leaves:
         leaf.requires_grad_()
     for epoch in range(SETTING.epochs):
-        rate = 0.01 + 0.99 * min(1.0, 2 * (1 - epoch / SETTING.epochs))  # the paper's schedule
+        # The paper's schedule: constant, then linearly decreasing.
+        rate = 0.01 + 0.99 * min(1.0, 2 * (1 - epoch / SETTING.epochs))
         order = torch.randperm(len(targets))
-        pairs = zip(inputs[order].split(rows), targets[order].split(rows), strict=True)
-        for x, y in pairs:
+        batches = zip(inputs[order].split(rows), targets[order].split(rows), strict=True)
+        for x, y in batches:
             for weight, v, u in zip(weights[:3], pre, post, strict=True):
                 x = torch.relu(F.linear(x, weight) * v) * u
             outputs = F.linear(x, weights[3]).flatten(0, 1)
@@ -61,58 +61,74 @@ def bare(members: int) -> None:
             torch._foreach_add_(values, momenta, alpha=-SETTING.lr * rate)
 
 
-def cell(members: int) -> None:
-    swept = {"p": SHIFT, "members": members, "gamma": "M", "seed": 0}
-    transition.measure(Cell(SETTING, swept))
+def measure_cell(members: int) -> None:
+    """Run one cell of the experiment."""
+    values = {"p": SHIFT, "members": members, "gamma": "M", "seed": 0}
+    transition.measure(Cell(SETTING, values))
 
 
-def seconds(work, members: int) -> float:
+def cpu_seconds(function: Callable[[int], None], members: int) -> float:
+    """Return the CPU time of a function."""
     start = time.process_time()
-    work(members)
+    function(members)
     return time.process_time() - start
 
 
-def whole_run(seeds: int) -> tuple[int, float]:
-    """Run the command in a fresh folder; return the number of cells and the seconds."""
+def run_command(seeds: int) -> float:
+    """Run the whole command in a new folder and return its seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "reproduction", "transition"]
         command += ["--preset", "quick", "--out", folder, "--seeds", str(seeds)]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        taken = time.perf_counter() - start
-    return len(cells_of("transition", SETTING, range(seeds))), taken
+        return time.perf_counter() - start
+
+
+def median_seconds(rounds: int) -> dict[str, dict[int, float]]:
+    """Return the CPU time of both functions for every number of members."""
+    functions = {"by hand": train_by_hand, "cell": measure_cell}
+    times: dict[str, dict[int, list[float]]] = {}
+    for name, function in functions.items():
+        function(1)  # warm up
+        times[name] = {members: [] for members in MEMBERS}
+    for _ in range(rounds):
+        for members in MEMBERS:
+            for name, function in functions.items():
+                times[name][members].append(cpu_seconds(function, members))
+    medians: dict[str, dict[int, float]] = {}
+    for name, by_members in times.items():
+        medians[name] = {m: statistics.median(values) for m, values in by_members.items()}
+    return medians
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    """Measure and print the overhead."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=transition.SEEDS["quick"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="store the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    roads = {"bare": bare, "cell": cell}
-    for work in roads.values():
-        work(1)
-    times = {name: {m: [] for m in MEMBERS} for name in roads}
-    for _ in range(options.rounds):
-        for members in MEMBERS:
-            for name, work in roads.items():
-                times[name][members].append(seconds(work, members))
-    found = {n: {m: statistics.median(t[m]) for m in MEMBERS} for n, t in times.items()}
+    medians = median_seconds(options.rounds)
     cells = cells_of("transition", SETTING, range(options.seeds))
-    total = {n: sum(t[c.members] for c in cells) for n, t in found.items()}
-    count, taken = whole_run(options.seeds)
+    totals = {}
+    for name, seconds in medians.items():
+        totals[name] = sum(seconds[cell["members"]] for cell in cells)
+    run_seconds = run_command(options.seeds)
     cores = os.cpu_count() or 1
     result = {
-        "cells": count,
+        "cells": len(cells),
         "cores": cores,
-        "seconds_by_members": found,
-        "cells_over_bare": total["cell"] / total["bare"],
-        "run_seconds": taken,
-        "run_over_bare": taken * cores / total["bare"],
-        "cells_per_minute": 60 * count / taken,
+        "seconds_by_members": medians,
+        "cells_over_bare": totals["cell"] / totals["by hand"],
+        "run_seconds": run_seconds,
+        "run_over_bare": run_seconds * cores / totals["by hand"],
+        "cells_per_minute": 60 * len(cells) / run_seconds,
     }
-    print(json.dumps(result, indent=2))
-    (RESULTS / "experiments.json").write_text(json.dumps(result, indent=2) + "\n")
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.write:
+        (RESULTS / "experiments.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

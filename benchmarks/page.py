@@ -1,83 +1,137 @@
-"""Make docs/performance.md from the stored results: `python -m benchmarks.page`.
+"""Write docs/performance.md from the stored results: ``python -m benchmarks.page``.
 
-The page has no text written by hand; a test compares it with the results.
+A test compares the page with the results, so it is never edited by hand.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from benchmarks.timing import RESULTS
+from benchmarks.rows import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 SECTIONS = {
-    "A training step": "cnn cnn-channels-last mlp small transformer transformer-autocast overhead",
-    "Cheap members": "last-layer last-layer-channels-last collapse",
-    "Low-rank members and pretrained networks": "low-rank adapters "
-    "pretrained-embed pretrained-numbers pretrained-adapters",
-    "Memory": "memory memory-steps memory-transformer",
-    "Around the step": "fit imports",
-    "Kernels": "theory-mlp finite-cnn finite-cnn-one finite-mlp finite-mlp-narrow finite-memory",
+    "Training steps": [
+        "cnn",
+        "cnn-channels-last",
+        "mlp",
+        "small",
+        "transformer",
+        "transformer-autocast",
+        "overhead",
+    ],
+    "torch.compile": [
+        "compile-small",
+        "compile-small-eager",
+        "compile-mlp",
+        "compile-mlp-eager",
+        "compile-transformer",
+        "compile-transformer-eager",
+    ],
+    "Last-layer dropout": ["last-layer", "last-layer-channels-last", "collapse"],
+    "Other families and pretrained networks": [
+        "masks",
+        "low-rank",
+        "adapters",
+        "pretrained-embed",
+        "pretrained-parameters",
+        "pretrained-adapters",
+    ],
+    "Memory": ["memory-chunks", "memory"],
+    "fit, predict and import": ["fit-mlp", "fit-cnn", "predict", "imports"],
+    "Kernels": [
+        "theory-mlp",
+        "theory-cnn",
+        "theory-memory",
+        "finite-cnn",
+        "finite-cnn-one",
+        "finite-mlp",
+        "finite-mlp-narrow",
+        "finite-memory",
+    ],
 }
 HEAD = """# Performance
 
-Speed and memory of embens, compared with other libraries and hand-written code.
+Speed and memory of embens, compared with other libraries and with code written by hand. Every
+number is a multiple of the unit of its table: *smaller is better*, and 1.00 equals the unit. The
+unit and the contestants alternate within one run. A number is the median over rounds, with
+quartiles in brackets. The *bar* was set before the measurement. The *limit* is the best value that
+arithmetic or memory allow. Differences smaller than the quartiles are not significant.
 
-Each table names its unit, and a number is a multiple of it: *smaller is better*. All candidates
-of a table and the unit were measured alternately in one run. A number is the median over rounds,
-with quartiles in brackets; differences smaller than the quartiles are not significant. *Limit* is
-the smallest value that arithmetic or memory allow, *target* a value that was fixed before
-measuring. Below each table are the time of the unit, the number of rounds, the fraction of rounds
-that other processes disturbed, the date, the commit, the machine and the versions. Results from
-before 2026-11-18 were measured with version 0.2.
-
-`make bench` repeats all measurements, `make bench ARGS=--short` with few rounds. `python -m
-benchmarks.page` writes this page from the results in `benchmarks/results`.
+`make bench` measures all rows, `make bench ARGS=--short` with few rounds. This page is generated
+from `benchmarks/results` by `python -m benchmarks.page`.
 """
-
-
-def table(row: dict) -> str:
-    """Return one comparison as Markdown."""
-    machine = row["machine"]
-    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if k != "embens")
-    title = row["title"][0].upper() + row["title"][1:]
-    lines = [f"### {title}", "", f"| | × {row['unit']} |", "|---|---|"]
-    for result in row["results"]:
-        low, high = result["quartiles"] or (None, None)
-        spread = "" if low is None else f" ({low:.2f}–{high:.2f})"
-        name = f"**{result['name']}**" if result["ours"] else result["name"]
-        lines.append(f"| {name} | {result['ratio']:.2f}{spread} |")
-    about = row["reference"] or "One measurement"
-    lines += [
-        f"| *limit: {row['limit_reason']}* | {row['limit']:.2f} |",
-        f"| *target* | {row['bar']:.2f} |",
-        "",
-        f"{about[0].upper()}{about[1:]}. {machine['date']}, commit "
-        f"{machine.get('commit', 'not kept')}, {machine['processor']}, {machine['threads']} of "
-        f"{machine['cores']} cores; {versions}.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def page() -> str:
-    """Return the whole page."""
-    rows = {p.stem: json.loads(p.read_text()) for p in RESULTS.glob("*.json")}
-    rows = {name: row for name, row in rows.items() if "results" in row}
-    known = " ".join(SECTIONS.values()).split()
-    sections = SECTIONS | {"More": " ".join(sorted(rows.keys() - set(known)))}
-    parts = [HEAD]
-    for title, names in sections.items():
-        found = [table(rows[name]) for name in names.split() if name in rows]
-        parts += [f"## {title}\n", *found] if found else []
-    return "\n".join(parts)
 
 
 def main() -> None:
     """Write the page."""
     PAGE.write_text(page())
     print(f"wrote {PAGE.name}")
+
+
+def page() -> str:
+    """Return the whole page."""
+    rows = {}
+    for path in RESULTS.glob("*.json"):
+        row = json.loads(path.read_text())
+        if "results" in row:
+            rows[path.stem] = row
+    parts = [HEAD]
+    for title, names in SECTIONS.items():
+        tables = [table(rows[name]) for name in names if name in rows]
+        if tables:
+            parts += [f"## {title}\n", *tables]
+    return "\n".join(parts)
+
+
+def table(row: dict[str, Any]) -> str:
+    """Return one row of the benchmark as a Markdown table."""
+    lines = [f"### {capitalise(row['title'])}", ""]
+    lines += [f"| | × {row['unit']} | bar |", "|---|---|---|"]
+    for result in row["results"]:
+        lines.append(table_line(result))
+    if row["limit"] is not None and row["limit_reason"]:
+        lines.append(f"| *limit: {row['limit_reason']}* | {row['limit']:.2f} | |")
+    lines += ["", describe_run(row), ""]
+    return "\n".join(lines)
+
+
+def table_line(result: dict[str, Any]) -> str:
+    """Return the line of one contestant."""
+    name = result["name"]
+    if result["ours"]:
+        name = f"**{name}**"
+    ratio = f"{result['ratio']:.2f}"
+    if result["quartiles"] is not None:
+        low, high = result["quartiles"]
+        ratio += f" ({low:.2f}–{high:.2f})"
+    bar = ""
+    if result["bar"] is not None:
+        verdict = "met" if result["ratio"] <= result["bar"] else "missed"
+        bar = f"{result['bar']:.2f}, {verdict}"
+    return f"| {name} | {ratio} | {bar} |"
+
+
+def describe_run(row: dict[str, Any]) -> str:
+    """Return a sentence on the unit and one on the machine."""
+    machine = row["machine"]
+    versions = []
+    for package, version in machine["versions"].items():
+        if package != "embens":
+            versions.append(f"{package} {version}")
+    unit = capitalise(row["reference"] or "one measurement")
+    commit = machine.get("commit", "unknown")
+    return (
+        f"{unit}. {machine['date']}, commit {commit}, {machine['processor']}, "
+        f"{machine['threads']} of {machine['cores']} cores; {', '.join(versions)}."
+    )
+
+
+def capitalise(text: str) -> str:
+    """Return a text with a capital first letter."""
+    return text[0].upper() + text[1:]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The same architectures built with other libraries, each as its documentation says."""
+"""The same architectures built with other libraries, following their documentation."""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import importlib.util
+import os
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,26 +16,8 @@ import torch
 from torch import Tensor, nn
 
 
-def batch_ensemble_layers() -> ModuleType:
-    """Load torch-uncertainty's layers alone: its package imports Lightning and torchvision."""
-    name = "torch_uncertainty_batch_ensemble"
-    if name not in sys.modules:
-        package = importlib.util.find_spec("torch_uncertainty")
-        if package is None or package.origin is None:
-            raise ImportError(
-                "torch-uncertainty is not installed; run the benchmarks by `make bench`"
-            )
-        path = Path(package.origin).parent / "layers" / "batch_ensemble.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 class TorchUncertainty(nn.Module):
-    """All layers replaced by BatchEnsemble layers, the batch repeated for the members."""
+    """BatchEnsemble layers of torch-uncertainty; the batch is repeated for the members."""
 
     def __init__(self, reference: nn.Sequential, members: int):
         super().__init__()
@@ -54,78 +38,83 @@ class TorchUncertainty(nn.Module):
         return self.network(repeated).unflatten(0, (self.members, -1))
 
 
+def batch_ensemble_layers() -> ModuleType:
+    """Load torch-uncertainty's layers alone: the package imports Lightning and torchvision."""
+    name = "torch_uncertainty_batch_ensemble"
+    if name not in sys.modules:
+        package = importlib.util.find_spec("torch_uncertainty")
+        if package is None or package.origin is None:
+            raise ImportError("torch-uncertainty is not installed. Use `make bench`.")
+        path = Path(package.origin).parent / "layers" / "batch_ensemble.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
 class TabM(nn.Module):
-    """All linear layers replaced by tabm's BatchEnsemble layers, with axes (batch, member, …)."""
+    """BatchEnsemble layers of tabm, which have the axes ``(batch, member, feature)``."""
 
     def __init__(self, reference: nn.Sequential, members: int):
         super().__init__()
         import tabm
 
-        modules = [
-            tabm.LinearBatchEnsemble.from_linear(m, k=members, scaling_init="normal")
-            if isinstance(m, nn.Linear)
-            else copy.deepcopy(m)
-            for m in reference
-        ]
-        self.network = nn.Sequential(tabm.EnsembleView(k=members), *modules)
+        modules: list[nn.Module] = [tabm.EnsembleView(k=members)]
+        for module in reference:
+            if isinstance(module, nn.Linear):
+                layer = tabm.LinearBatchEnsemble.from_linear(
+                    module, k=members, scaling_init="normal"
+                )
+                modules.append(layer)
+            else:
+                modules.append(copy.deepcopy(module))
+        self.network = nn.Sequential(*modules)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x).transpose(0, 1)
 
 
-class Stacked(nn.Module):
-    """M networks whose parameters are stacked, run under ``torch.func.vmap``."""
+class StackedNetworks(nn.Module):
+    """M separate networks with stacked parameters, run with ``torch.func.vmap``."""
 
     def __init__(self, make: Callable[[], nn.Module], members: int):
         super().__init__()
         networks = [make() for _ in range(members)]
-        parameters, self.buffers_ = torch.func.stack_module_state(networks)
+        parameters, self.stacked_buffers = torch.func.stack_module_state(networks)
         self.names = list(parameters)
         self.stacks = nn.ParameterList(parameters.values())
-        self.skeleton = [copy.deepcopy(networks[0]).to("meta")]  # a list: no part of this module
+        # In a list, so that it is not a submodule.
+        self.skeleton = [copy.deepcopy(networks[0]).to("meta")]
 
     def forward(self, x: Tensor) -> Tensor:
         def call(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(self.skeleton[0], (parameters, buffers), (x,))
 
         parameters = dict(zip(self.names, self.stacks, strict=True))
-        return torch.func.vmap(call)(parameters, self.buffers_)
+        return torch.func.vmap(call)(parameters, self.stacked_buffers)
 
 
-class Adapters(nn.Module):
-    """A network with LoRA adapters for each member, one member after another, as with peft."""
+def neural_tangents(*, double: bool = True) -> ModuleType:
+    """Import neural-tangents, which is archived, with a version of jax that is newer than it.
 
-    def __init__(self, reference: nn.Sequential, members: int, rank: int):
-        super().__init__()
-        self.reference = copy.deepcopy(reference)
-        linear = [m for m in reference if isinstance(m, nn.Linear)]
-        self.adapters = nn.ModuleList(
-            nn.ModuleList(
-                nn.Sequential(
-                    nn.Linear(m.in_features, rank, bias=False),
-                    nn.Linear(rank, m.out_features, bias=False),
-                )
-                for m in linear
-            )
-            for _ in range(members)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = []
-        for adapters in self.adapters:
-            y, mine = x, iter(adapters)  # type: ignore[arg-type]
-            for module in self.reference:
-                y = module(y) + next(mine)(y) if isinstance(module, nn.Linear) else module(y)
-            outputs.append(y)
-        return torch.stack(outputs)
-
-
-def neural_tangents() -> ModuleType:
-    """Load neural-tangents in float64, without its converter to TensorFlow, which nothing needs."""
+    Args:
+        double: whether jax computes in float64.
+    """
+    if torch.get_num_threads() == 1:
+        # It has to be set before jax is imported.
+        flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        os.environ.setdefault("XLA_FLAGS", flags)
     import jax
+    from jax._src import source_info_util
+    from jax.interpreters import ad
 
-    jax.config.update("jax_enable_x64", True)
-    sys.modules.setdefault(
-        "neural_tangents.experimental", ModuleType("neural_tangents.experimental")
-    )
+    jax.config.update("jax_enable_x64", double)
+    # Its converter to TensorFlow is imported always, and never needed.
+    converter = "neural_tangents.experimental"
+    sys.modules.setdefault(converter, ModuleType(converter))
+    # Its structured derivatives look these two names up in a module where they no longer are.
+    ad.source_info_util = source_info_util
+    ad.config = types.SimpleNamespace(jax_enable_checks=False)
     return importlib.import_module("neural_tangents")

@@ -1,7 +1,7 @@
-"""What members of a large network of others cost: `.venv-zoo/bin/python -m benchmarks.pretrained`.
+"""Cost of members in a large pretrained network: ``.venv-zoo/bin/python -m benchmarks.pretrained``.
 
-BERT of transformers, 12 layers of 768, random; an adapter is a matrix of low rank added to each
-weight of a frozen network. In an environment of its own, which `make test-zoo` builds; one thread.
+The network is BERT of transformers, with random weights. It runs in the environment of
+``make test-zoo``, with one thread.
 """
 
 from __future__ import annotations
@@ -9,19 +9,69 @@ from __future__ import annotations
 import argparse
 import copy
 import warnings
-from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import embens
 from benchmarks import timing
-from benchmarks.embed import Task, Transformer, one_graph
-from benchmarks.timing import Contestant, Result, Row
+from benchmarks.rows import Result, Row
+from benchmarks.tasks import ensemble_step, gradient_clearer, transformer_task
+from benchmarks.timing import Contestant, Step, compare
 
 MEMBERS, RANK = 8, 4
-ADDED = {"rank": RANK, "kind": "additive", "shared": "frozen"}
+ADAPTERS: dict[str, Any] = {"rank": RANK, "kind": "additive", "shared": "frozen"}
+LAYERS = 12
+
+
+class Bert:
+    """BERT with a head for five classes, and a batch of 4 × 16 tokens.
+
+    Args:
+        layers: number of layers.
+    """
+
+    def __init__(self, layers: int):
+        import transformers
+
+        config = transformers.BertConfig(num_hidden_layers=layers, num_labels=5)
+        self.reference = transformers.BertForSequenceClassification(config).eval()
+        self.x: dict[str, Tensor] = {
+            "input_ids": torch.randint(1000, (4, 16)),
+            "attention_mask": torch.ones(4, 16, dtype=torch.long),
+        }
+        self.y = torch.randint(5, (4,))
+        self.label = f"BERT, {layers} layers of 768"
+
+    def embed(self) -> embens.EmbeddedEnsemble:
+        """Return a BatchEnsemble of the network."""
+        return embens.batch_ensemble(self.reference, MEMBERS, example_input=self.x)
+
+    def step(self) -> Step:
+        """Return a training step of the network."""
+        clear = gradient_clearer(self.reference)
+
+        def step() -> None:
+            clear()
+            F.cross_entropy(self.reference(**self.x).logits, self.y).backward()
+
+        return step
+
+    def adapter_step(self, chunk: int | None) -> Step:
+        """Return a training step of LoRA adapters on all Linear layers."""
+        ensemble = embens.low_rank(
+            self.reference, MEMBERS, sites=is_linear, example_input=self.x, **ADAPTERS
+        )
+        clear = gradient_clearer(ensemble)
+
+        def step() -> None:
+            clear()
+            outputs = ensemble(**self.x, chunk=chunk)
+            embens.objective(outputs.logits, self.y).backward()
+
+        return step
 
 
 def is_linear(name: str, module: nn.Module) -> bool:
@@ -29,88 +79,101 @@ def is_linear(name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def large(rounds: int, layers: int) -> Iterator[Row]:
-    """Embedding and training of BERT."""
-    import transformers
+def embedding(bert: Bert, rounds: int) -> Row:
+    """Time of embedding against a copy of the network."""
+    title = f"Embedding {bert.label}, M={MEMBERS}"
+    row = Row("pretrained-embed", title, "copy.deepcopy", 1.0, "one copy", rounds)
+    contestants = [Contestant("embens", bert.embed, ours=True, bar=3.0)]
+    return _measure(row, lambda: copy.deepcopy(bert.reference), contestants)
 
-    config = transformers.BertConfig(num_hidden_layers=layers, num_labels=5)
-    reference = transformers.BertForSequenceClassification(config).eval()
-    x = {"input_ids": torch.randint(1000, (4, 16)), "attention_mask": torch.ones(4, 16).long()}
-    y, name = torch.randint(5, (4,)), f"BERT, {layers} layers of 768"
 
-    def embed() -> embens.EmbeddedEnsemble:
-        return embens.batch_ensemble(reference, MEMBERS, example_input=x)
+def parameters(bert: Bert) -> Row:
+    """Parameters of the members against those of the network."""
+    count = sum(p.numel() for p in bert.reference.parameters())
+    individual = sum(p.numel() for p in bert.embed().individual_parameters())
+    title = f"Individual parameters of {MEMBERS} members of {bert.label}"
+    row = Row("pretrained-parameters", title, "parameters of the reference")
+    row.results = [Result("embens", ours=True, ratio=individual / count, bar=0.015)]
+    return row
 
-    row = Row("pretrained-embed", f"embedding {name}, M=8", "copy.deepcopy", 3.0, 1.0, "one copy")
-    ours = [Contestant("embens", embed, ours=True)]
-    row.results, row.reference = timing.compare(
-        lambda: copy.deepcopy(reference), ours, rounds=rounds
-    )
-    row.rounds = rounds
-    yield row
 
-    ensemble, forget = embed(), timing.forgetting(reference)
-    count = sum(p.numel() for p in reference.parameters())
-    own = sum(p.numel() for p in ensemble.individual_parameters()) / count
+def bert_adapters(bert: Bert, rounds: int) -> Row:
+    """Training step of adapters of BERT against a full training step of one network."""
     row = Row(
-        "pretrained-numbers", f"numbers of 8 members of {name}", "its parameters", 0.015, 0, ""
+        "pretrained-adapters",
+        f"Training step of {MEMBERS} adapters of {bert.label}, 4 × 16 tokens",
+        "reference",
+        MEMBERS * 2 / 3,
+        "no gradients of the weights, a third of the arithmetic",
+        rounds,
     )
-    row.results = [Result("embens", True, own)]
-    yield row
-
-    def step() -> None:
-        forget()
-        F.cross_entropy(reference(**x).logits, y).backward()
-
-    members = embens.low_rank(reference, MEMBERS, sites=is_linear, example_input=x, **ADDED)
-    mine = timing.forgetting(members)
-
-    def train(chunk: int | None) -> None:
-        mine()
-        embens.objective(members(**x, chunk=chunk).logits, y).backward()
-
-    row = Row("pretrained-adapters", f"8 adapters of {name}, 4 × 16 words", "reference", 6.5, 5.33,
-              "no gradients of weights")  # fmt: skip
-    ours = [Contestant("embens", lambda: train(None), ours=True)]
-    ours.append(Contestant("embens, chunk=1", lambda: train(1), ours=True))
-    row.results, row.reference = timing.compare(step, ours, rounds=rounds)
-    row.rounds = rounds
-    yield row
+    contestants = [
+        Contestant("embens", bert.adapter_step(None), ours=True, bar=6.5),
+        Contestant("embens, chunk=1", bert.adapter_step(1), ours=True),
+    ]
+    return _measure(row, bert.step(), contestants)
 
 
-def small(rounds: int) -> Iterator[Row]:
-    """Adapters of a small transformer, against a loop over them."""
-    task = Task(Transformer, torch.randint(50, (16, 20)), 5)
-    alone = [embens.low_rank(task.reference, 1, **ADDED) for _ in range(MEMBERS)]
-    steps = [one_graph(one, *task.data, chunk=1) for one in alone]
-    ensemble = embens.low_rank(task.reference, MEMBERS, **ADDED)
-    row = Row("adapters", "8 adapters, transformer, 2 layers of 64, 20 tokens, batch 16",
-              "a loop over eight adapters", 0.8, 1.0, "the same arithmetic")  # fmt: skip
-    ours = [Contestant("embens", one_graph(ensemble, *task.data), ours=True)]
-    ours.append(Contestant("embens, chunk=1", one_graph(ensemble, *task.data, chunk=1), ours=True))
-    row.results, row.reference = timing.compare(
-        lambda: [step() for step in steps], ours, rounds=rounds
+def transformer_adapters(rounds: int) -> Row:
+    """Training step of adapters of a small transformer against a loop over single adapters."""
+    task = transformer_task()
+    steps = []
+    for _ in range(MEMBERS):
+        single = embens.low_rank(task.reference, 1, **ADAPTERS)
+        steps.append(ensemble_step(single, task, chunk=1))
+
+    def loop() -> None:
+        for step in steps:
+            step()
+
+    ensemble = embens.low_rank(task.reference, MEMBERS, **ADAPTERS)
+    row = Row(
+        "adapters",
+        "Training step of 8 adapters, transformer, 2 layers of 64, 20 tokens, batch 16",
+        "a loop over eight adapters",
+        1.0,
+        "the same arithmetic",
+        rounds,
     )
-    row.rounds = rounds
-    yield row
+    contestants = [
+        Contestant("embens", ensemble_step(ensemble, task), ours=True, bar=0.8),
+        Contestant("embens, chunk=1", ensemble_step(ensemble, task, chunk=1), ours=True),
+    ]
+    return _measure(row, loop, contestants)
+
+
+def _measure(row: Row, reference: Step, contestants: list[Contestant]) -> Row:
+    comparison = compare(reference, contestants, rounds=row.rounds)
+    row.results = comparison.results
+    row.reference = comparison.reference
+    return row
 
 
 def main() -> None:
-    """Run all rows and keep their results."""
+    """Measure all rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=12, help="of BERT; others are not kept")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of BERT")
     parser.add_argument("--patience", type=float, default=30)
+    parser.add_argument("--write", action="store_true", help="store the results")
     options = parser.parse_args()
+    if options.write and options.layers != LAYERS:
+        parser.error(f"--write needs the {LAYERS} layers of BERT, got --layers {options.layers}.")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     timing.PATIENCE = options.patience
-    rows = [small(2 * options.rounds), large(options.rounds, options.layers)]
-    for row in (row for some in rows for row in some):
-        print(row, flush=True)
-        if options.layers == 12:
-            timing.write(row)
+    bert = Bert(options.layers)
+    rows = [
+        transformer_adapters(2 * options.rounds),
+        embedding(bert, options.rounds),
+        parameters(bert),
+        bert_adapters(bert, options.rounds),
+    ]
+    for row in rows:
+        print(f"\n[{row.name}] {row}", flush=True)
+        if options.write:
+            row.write()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Fine-tuning into an ensemble, on a real transfer: few images of classes that were never seen.
+"""Fine-tuning into an ensemble, on a real transfer with few images.
 
-A small network with BatchNorm is trained on 60 classes of CIFAR-100 at 16 × 16 pixels. Of 20 other
-classes there are 20 images each to fine-tune on and 10 to choose by; the rest of their images are
-the test. Images of the last 20 classes are what nobody has seen. Every system gets the same images,
-optimizer (AdamW) and number of epochs, and of the same rates, and of all epochs, the best by the
-log loss of its own mean probability on the images to choose by. Runs resume::
+A small network with BatchNorm is pretrained on 60 classes of CIFAR-100 at 16×16 pixels. It is
+fine-tuned on 20 other classes with 20 training and 10 validation images each; their other images
+are the test set. Images of the last 20 classes are out of distribution. All systems use the same
+images, AdamW, the same number of epochs and the same grid of learning rates; the log loss on the
+validation images selects rate and epoch. Runs resume::
 
     python -m benchmarks.transfer run --data DIR       # a row for each system and seed
-    python -m benchmarks.transfer table                # means and spreads, as in docs
+    python -m benchmarks.transfer table                # means and standard deviations
 """
 
 from __future__ import annotations
@@ -15,109 +15,146 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import embens
 from embens import laws, metrics
-from embens.training import Divergence
+from embens.training import Batches, Divergence, KeepBest
 from reproduction.datasets import cifar100
 
 RESULTS = Path(__file__).parent / "results" / "transfer.csv"
-SEEN, NEW = range(60), range(60, 80)  # the others are never seen
-TRAIN, CHOOSE = 20, 10  # images of each new class
+PRETRAINING_CLASSES, NEW_CLASSES = range(60), range(60, 80)
+TRAIN, VALIDATION = 20, 10  # images of each new class
 MEMBERS, EPOCHS, RATES = 4, 12, (1e-3, 3e-3, 1e-2)
 PRETRAINING = {"epochs": 8, "batch_size": 64, "lr": 2e-3, "optimizer": torch.optim.AdamW}
 CHANNELS = (16, 32, 64, 64)
+SINGLE_NETWORKS = ("one network, all trained", "one network, head alone")
+COLUMNS = ("accuracy", "log loss", "calibration", "auroc, entropy", "auroc, mutual information")
+
+Data = tuple[Tensor, Tensor]
 
 
-def network(classes: int) -> nn.Module:
-    """Return the network: four convolutions with BatchNorm, a mean over pixels, a last layer."""
+@dataclass(frozen=True)
+class Parts:
+    """Images and labels of the new classes, and images of classes that no network has seen."""
+
+    train: Data
+    validation: Data
+    test: Data
+    unseen: Tensor
+
+
+# Networks and data
+
+
+def network(classes: int) -> nn.Sequential:
+    """Return four convolutions with BatchNorm, a mean over pixels and a Linear layer."""
     layers: list[nn.Module] = []
-    for i, (takes, gives) in enumerate(zip((3, *CHANNELS), CHANNELS, strict=False)):
-        layers += [nn.Conv2d(takes, gives, 3, padding=1, bias=False), nn.BatchNorm2d(gives)]
-        layers += [nn.ReLU(), *([nn.MaxPool2d(2)] if i in (0, 1, 2) else [])]
-    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, *pool, nn.Linear(CHANNELS[-1], classes))
+    inputs = 3
+    for i, outputs in enumerate(CHANNELS):
+        layers.append(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False))
+        layers += [nn.BatchNorm2d(outputs), nn.ReLU()]
+        if i < 3:
+            layers.append(nn.MaxPool2d(2))
+        inputs = outputs
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
+    return nn.Sequential(*layers)
 
 
 @lru_cache(1)
 def images(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return all images and classes: of the train part, and of the test part."""
+    """Return images and labels of the training data and of the test data."""
     data = cifar100(folder).downsample(16).standardise()
     return (*data.train, *data.test)
 
 
-def seed_everything(seed: int) -> torch.Generator:
-    torch.manual_seed(seed)
-    return torch.Generator().manual_seed(seed)
-
-
-def pretrained(folder: str, seed: int, cache: Path) -> nn.Module:
-    """Return the network that was trained on the seen classes."""
+def pretrain(folder: str, seed: int, cache: Path) -> nn.Module:
+    """Return the pretrained network, from the cache if it is there."""
     path = cache / f"pretrained-{seed}.safetensors"
-    seed_everything(seed)
-    one = embens.join([network(len(SEEN))])
+    classes = len(PRETRAINING_CLASSES)
     if path.exists():
-        return embens.load(path, network(len(SEEN))).member(0)
+        return embens.load(path, network(classes)).member(0)
+    torch.manual_seed(seed)
+    single = embens.independent(network(classes), 1)
     x, y, x_test, y_test = images(folder)
-    rows, held = y < len(SEEN), y_test < len(SEEN)
-    embens.fit(one, (x[rows], y[rows]), seed=seed, progress=True, **PRETRAINING)
-    found = embens.predict(one, x_test[held]).members
-    print(f"seed {seed}: {metrics.ensemble_accuracy(found, y_test[held]):.3f} on the seen classes")
-    one.save(path)
-    return one.member(0)
+    rows, test_rows = y < classes, y_test < classes
+    embens.fit(single, (x[rows], y[rows]), seed=seed, progress=True, **PRETRAINING)
+    outputs = embens.predict(single, x_test[test_rows]).members
+    accuracy = metrics.ensemble_accuracy(outputs, y_test[test_rows])
+    print(f"seed {seed}: accuracy {accuracy:.3f} on the classes of the pretraining")
+    single.save(path)
+    return single.member(0)
 
 
-def parts(folder: str, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the images of the new classes: to train on, to choose by, to test; and unseen ones."""
+def split(folder: str, seed: int) -> Parts:
+    """Return the data of the fine-tuning."""
     x, y, x_test, y_test = images(folder)
-    generator, rows = torch.Generator().manual_seed(seed), {"train": [], "choose": [], "rest": []}
-    for kind in NEW:
-        mine = (y == kind).nonzero().squeeze(1)
-        mine = mine[torch.randperm(len(mine), generator=generator)]
-        for name, some in zip(rows, mine.tensor_split([TRAIN, TRAIN + CHOOSE]), strict=True):
-            rows[name].append(some)
-    found = {name: torch.cat(some) for name, some in rows.items()}
-    part = {name: (x[some], y[some] - NEW.start) for name, some in found.items()}
-    held = (y_test >= NEW.start) & (y_test < NEW.stop)
-    rest = part.pop("rest")
-    test = (x_test[held], y_test[held] - NEW.start)
-    part["test"] = tuple(torch.cat(pair) for pair in zip(rest, test, strict=True))
-    unseen = y_test >= NEW.stop
-    return part | {"unseen": (x_test[unseen], y_test[unseen])}
+    generator = torch.Generator().manual_seed(seed)
+    train, validation, rest = [], [], []
+    for label in NEW_CLASSES:
+        rows = (y == label).nonzero().squeeze(1)
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        train.append(rows[:TRAIN])
+        validation.append(rows[TRAIN : TRAIN + VALIDATION])
+        rest.append(rows[TRAIN + VALIDATION :])
+
+    def take(chunks: list[Tensor]) -> Data:
+        rows = torch.cat(chunks)
+        return x[rows], y[rows] - NEW_CLASSES.start
+
+    x_rest, y_rest = take(rest)
+    is_new = (y_test >= NEW_CLASSES.start) & (y_test < NEW_CLASSES.stop)
+    test = (
+        torch.cat([x_rest, x_test[is_new]]),
+        torch.cat([y_rest, y_test[is_new] - NEW_CLASSES.start]),
+    )
+    return Parts(take(train), take(validation), test, x_test[y_test >= NEW_CLASSES.stop])
 
 
-def start(trained: nn.Module) -> nn.Module:
+def with_new_head(trained: nn.Module) -> nn.Module:
     """Return the trained network with a last layer for the new classes."""
-    return nn.Sequential(*list(trained)[:-1], nn.Linear(CHANNELS[-1], len(NEW)))
+    return nn.Sequential(*list(trained)[:-1], nn.Linear(CHANNELS[-1], len(NEW_CLASSES)))
+
+
+# Systems
 
 
 def separate(reference: nn.Module, members: int) -> embens.EmbeddedEnsemble:
-    """Return networks to fine-tune separately: one trunk, last layers of their own."""
-    return embens.join([start(reference) for _ in range(members)])
+    """Return separate networks that start from the same trunk with new last layers."""
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+    return embens.independent(reference, members, initialise=initialise)
 
 
 def head_alone(reference: nn.Module) -> embens.EmbeddedEnsemble:
-    """Return one network of which the last layer alone is trained."""
+    """Return one network of which only the last layer is trained."""
     return embens.adapt(reference, 1, by="head", trunk="frozen")
 
 
-near = partial(embens.adapt, members=MEMBERS, by="modulations")
-SYSTEMS: dict[str, Callable[[nn.Module], embens.EmbeddedEnsemble]] = {
+System = Callable[[nn.Module], embens.EmbeddedEnsemble]
+adapt = partial(embens.adapt, members=MEMBERS)
+SYSTEMS: dict[str, System] = {
     "one network, all trained": partial(separate, members=1),
-    "low rank, frozen trunk": partial(near, by="low_rank", trunk="frozen"),
-    "separate heads, all trained": partial(near, by="head", trunk="trained"),
-    "BatchEnsemble near 1, all trained": partial(near, trunk="trained"),
-    "BatchEnsemble near 1, frozen trunk": partial(near, trunk="frozen"),
-    "separate heads, frozen trunk": partial(near, by="head", trunk="frozen"),
+    "low rank, frozen trunk": partial(adapt, by="low_rank", trunk="frozen"),
+    "separate heads, all trained": partial(adapt, by="head", trunk="trained"),
+    "BatchEnsemble near 1, all trained": partial(adapt, by="modulations", trunk="trained"),
+    "BatchEnsemble near 1, frozen trunk": partial(adapt, by="modulations", trunk="frozen"),
+    "separate heads, frozen trunk": partial(adapt, by="head", trunk="frozen"),
     "separate fine-tunings": partial(separate, members=MEMBERS),
     "BatchEnsemble p=0": partial(embens.batch_ensemble, members=MEMBERS, p=0.0),
     "last-layer dropout": partial(
@@ -127,72 +164,88 @@ SYSTEMS: dict[str, Callable[[nn.Module], embens.EmbeddedEnsemble]] = {
 }
 
 
-def fine_tune(
-    make: Callable[[nn.Module], embens.EmbeddedEnsemble],
-    reference: nn.Module,
-    part: dict[str, tuple[Tensor, Tensor]],
-    seed: int,
-    rates=RATES,
-) -> tuple[embens.EmbeddedEnsemble, float, float]:
-    """Return the ensemble at its best rate and epoch, that rate, and the seconds of a run."""
-    best, seconds = (float("inf"), None, 0.0), 0.0
-    for lr in rates:
-        seed_everything(seed)
+# Training and evaluation
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """The best fine-tuned ensemble.
+
+    Attributes:
+        ensemble: at its best learning rate and epoch.
+        rate: that learning rate.
+        loss: its log loss on the validation images.
+    """
+
+    ensemble: embens.EmbeddedEnsemble
+    rate: float
+    loss: float
+
+
+def fine_tune(make: System, reference: nn.Module, parts: Parts, seed: int) -> FineTuning:
+    """Return the best fine-tuning over the learning rates."""
+    best: FineTuning | None = None
+    x, y = parts.validation
+    for rate in RATES:
+        torch.manual_seed(seed)
         ensemble = make(reference)
-        began = time.process_time()
+        callbacks: list[Any] = [KeepBest(metrics.nll)]
+        if ensemble.spec.separate and ensemble.members > 1:
+            callbacks.append(Batches("own"))
         try:
             embens.fit(
-                *(ensemble, part["train"], part["choose"]),
+                ensemble,
+                parts.train,
+                parts.validation,
                 epochs=EPOCHS,
                 batch_size=40,
-                lr=lr,
+                lr=rate,
                 optimizer=torch.optim.AdamW,
-                batch="own" if ensemble.plan.separate and ensemble.members > 1 else "same",
-                metric=metrics.nll,
-                maximise=False,
+                callbacks=callbacks,
                 seed=seed,
                 progress=False,
             )
         except Divergence:
             continue
-        seconds += (time.process_time() - began) / len(rates)
-        x, y = part["choose"]
         loss = float(metrics.nll(embens.predict(ensemble, x).members, y))
-        best = min(best, (loss, ensemble, lr), key=lambda found: found[0])
-    assert best[1] is not None, "every rate diverged"
-    return best[1], best[2], seconds
+        if best is None or loss < best.loss:
+            best = FineTuning(ensemble, rate, loss)
+    if best is None:
+        raise RuntimeError(f"training diverged at all learning rates {RATES}.")
+    return best
 
 
-def judge(ensemble: embens.EmbeddedEnsemble, part: dict) -> dict[str, float]:
-    """Return what counts, on the test images and on those of classes that nobody has seen."""
-    (x, y), (unseen, _) = part["test"], part["unseen"]
-    outputs, other = (embens.predict(ensemble, rows).members for rows in (x, unseen))
-    scores = {"mutual information": metrics.mutual_information}
-    scores["entropy"] = metrics.predictive_entropy
-    areas = {
-        f"auroc, {n}": float(metrics.ood_auroc(outputs, other, score=s)) for n, s in scores.items()
-    }
-    trained = sum(p.numel() for p in ensemble.parameters() if p.requires_grad)
-    several = ensemble.members > 1
+def evaluate(ensemble: embens.EmbeddedEnsemble, parts: Parts) -> dict[str, float]:
+    """Return quality on the test images, detection of unseen classes, and size."""
+    x, y = parts.test
+    outputs = embens.predict(ensemble, x).members
+    unseen = embens.predict(ensemble, parts.unseen).members
+    by_information = metrics.ood_auroc(outputs, unseen, score=metrics.mutual_information)
+    by_entropy = metrics.ood_auroc(outputs, unseen, score=metrics.predictive_entropy)
+    disagreement = 0.0
+    if ensemble.members > 1:
+        disagreement = float(metrics.disagreement(outputs))
     return {
         "accuracy": float(metrics.ensemble_accuracy(outputs, y)),
         "member accuracy": float(metrics.member_accuracy(outputs, y).mean()),
         "log loss": float(metrics.nll(outputs, y)),
         "calibration": float(metrics.expected_calibration_error(outputs, y)),
-        "disagreement": float(metrics.disagreement(outputs)) if several else 0.0,
-        **areas,
-        "trained": trained,
+        "disagreement": disagreement,
+        "auroc, mutual information": float(by_information),
+        "auroc, entropy": float(by_entropy),
+        "trained": sum(p.numel() for p in ensemble.parameters() if p.requires_grad),
         "parameters": sum(p.numel() for p in ensemble.parameters()),
     }
 
 
-def told(make: Callable, reference: nn.Module, part: dict, seed: int) -> dict[str, float | str]:
-    """Return what ``diagnose`` says of a system before it is trained."""
-    seed_everything(seed)
-    x, y = (torch.cat(rows) for rows in zip(part["train"], part["choose"], strict=True))
+def diagnose(make: System, reference: nn.Module, parts: Parts, seed: int) -> dict[str, Any]:
+    """Return the diagnosis of a system before training; nothing for a single network."""
+    torch.manual_seed(seed)
     ensemble = make(reference)
     if ensemble.members == 1:
         return {}
+    x = torch.cat([parts.train[0], parts.validation[0]])
+    y = torch.cat([parts.train[1], parts.validation[1]])
     report = embens.diagnose(ensemble, x, y, optimizer=torch.optim.AdamW)
     return {
         "verdict": report.verdict,
@@ -201,88 +254,117 @@ def told(make: Callable, reference: nn.Module, part: dict, seed: int) -> dict[st
     }
 
 
-def run(folder: str, seeds: range, systems: list[str], out: Path, cache: Path) -> None:
-    """Measure what is not in the file yet."""
+def run(folder: str, seeds: list[int], systems: list[str], out: Path, cache: Path) -> None:
+    """Measure every system and seed that the file does not contain yet."""
     out.parent.mkdir(parents=True, exist_ok=True)
     cache.mkdir(parents=True, exist_ok=True)
-    done = read(out)
+    rows = read(out)
+    finished = {(row["system"], int(row["seed"])) for row in rows}
     for seed in seeds:
-        part = parts(folder, seed)
-        trained = pretrained(folder, seed, cache)
+        parts = split(folder, seed)
+        trained = pretrain(folder, seed, cache)
         for name in systems:
-            if any(r["system"] == name and int(r["seed"]) == seed for r in done):
+            if (name, seed) in finished:
                 continue
-            seed_everything(seed)
-            reference = start(trained)
-            beforehand = told(SYSTEMS[name], reference, part, seed)
-            ensemble, lr, seconds = fine_tune(SYSTEMS[name], reference, part, seed)
-            row = {"system": name, "seed": seed, "rate": lr, **judge(ensemble, part)}
-            row |= {"seconds": seconds, **beforehand}
-            done.append(row)
-            columns = list(dict.fromkeys(key for r in done for key in r))
-            with out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, columns)
-                writer.writeheader()
-                writer.writerows(done)
+            torch.manual_seed(seed)
+            reference = with_new_head(trained)
+            diagnosis = diagnose(SYSTEMS[name], reference, parts, seed)
+            start = time.process_time()
+            best = fine_tune(SYSTEMS[name], reference, parts, seed)
+            seconds = (time.process_time() - start) / len(RATES)
+            row = {"system": name, "seed": seed, "rate": best.rate}
+            row |= evaluate(best.ensemble, parts)
+            row |= {"seconds": seconds, **diagnosis}
+            rows.append(row)
+            write(out, rows)
             print(json.dumps(row), flush=True)
 
 
-def read(out: Path) -> list[dict]:
-    if not out.exists():
+# Files and tables
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a CSV file; none if it does not exist."""
+    if not path.exists():
         return []
-    with out.open() as file:
+    with path.open() as file:
         return list(csv.DictReader(file))
 
 
-ONE = ("one network, all trained", "one network, head alone")
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows to a CSV file."""
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns.update(dict.fromkeys(row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
-def table(out: Path) -> None:
-    """Print means over seeds with standard deviations, and on how many seeds a system is better.
+def print_table(path: Path) -> None:
+    """Print means and standard deviations over seeds.
 
-    Better than one network in log loss: than that which was trained whole, and than both kinds.
+    The last column is the number of seeds with a lower log loss than one network that is trained
+    as a whole, and than both kinds of single networks.
     """
-    rows = read(out)
-    columns = ("accuracy", "log loss", "calibration", "auroc, entropy", "auroc, mutual information")
+    rows = read(path)
+    losses = {(row["system"], row["seed"]): float(row["log loss"]) for row in rows}
+    titles = ["system", *COLUMNS, "trained parameters", "seconds", "better than one network"]
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n")
-    names = [*columns, "numbers trained", "seconds", "better on"]
-    print("| system | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 1))
-    losses = {(r["system"], r["seed"]): float(r["log loss"]) for r in rows}
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
     for name in SYSTEMS:
-        mine = [r for r in rows if r["system"] == name]
-        if not mine:
+        system_rows = [row for row in rows if row["system"] == name]
+        if not system_rows:
             continue
-        cells = []
-        for column in columns:
-            values = torch.tensor([float(r[column]) for r in mine])
-            spread = f" ± {values.std():.3f}" if len(values) > 1 else ""
-            cells.append(f"{values.mean():.3f}{spread}")
-        beaten = [
-            sum(
-                float(r["log loss"]) < min(losses.get((o, r["seed"]), float("inf")) for o in others)
-                for r in mine
-            )
-            for others in (ONE[:1], ONE)
-        ]
-        seconds = [float(r["seconds"]) for r in mine if r.get("seconds")]
-        cells += [f"{int(mine[0]['trained']):,}", f"{sum(seconds) / len(seconds):.1f}"]
-        cells += [f"{beaten[0]}, {beaten[1]} of {len(mine)}"]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        cells = [name]
+        for column in COLUMNS:
+            cells.append(mean_and_spread([float(row[column]) for row in system_rows]))
+        seconds = [float(row["seconds"]) for row in system_rows if row.get("seconds")]
+        cells.append(f"{int(system_rows[0]['trained']):,}")
+        cells.append(f"{statistics.mean(seconds):.1f}")
+        than_one = count_better(system_rows, losses, SINGLE_NETWORKS[:1])
+        than_both = count_better(system_rows, losses, SINGLE_NETWORKS)
+        cells.append(f"{than_one}, {than_both} of {len(system_rows)}")
+        print(f"| {' | '.join(cells)} |")
+
+
+def mean_and_spread(values: list[float]) -> str:
+    """Return the mean and, for several values, the standard deviation."""
+    text = f"{statistics.mean(values):.3f}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):.3f}"
+    return text
+
+
+def count_better(
+    rows: list[dict[str, Any]], losses: dict[tuple[str, str], float], others: tuple[str, ...]
+) -> int:
+    """Return on how many seeds a system has a lower log loss than all the others."""
+    count = 0
+    for row in rows:
+        other_losses = [losses.get((name, row["seed"]), math.inf) for name in others]
+        if float(row["log loss"]) < min(other_losses):
+            count += 1
+    return count
 
 
 def main() -> None:
+    """Run the benchmark or print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", choices=("run", "table"))
-    parser.add_argument("--data", default=None, help="the folder with CIFAR-100's binary files")
+    parser.add_argument("--data", default=None, help="folder with CIFAR-100's binary files")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--cache", type=Path, default=Path("embens-results") / "transfer")
-    given = parser.parse_args()
-    if given.work == "table":
-        return table(given.out)
+    options = parser.parse_args()
+    if options.work == "table":
+        print_table(options.out)
+        return
     torch.set_num_threads(1)
-    return run(given.data, given.seeds, given.systems, given.out, given.cache)
+    run(options.data, options.seeds, options.systems, options.out, options.cache)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ weights are kept.
 
 import copy
 import fnmatch
+import operator
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -125,7 +126,7 @@ class Source:
         check_module(reference)
         check_members(members)
         self.reference = reference
-        self.members = members
+        self.members = operator.index(members)
         self.layers = find_layers(reference)
         if not self.layers:
             raise ValueError(
@@ -641,7 +642,10 @@ def reinitialise_(
     devices = {p.device for p in network.parameters() if p.device.type == "cuda"}
     modules = [(n, m) for n, m in network.named_modules() if is_within(n, names)]
     with torch.random.fork_rng(devices=list(devices)):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         for name, module in reversed(modules):
             has_parameters = any(True for _ in module.parameters(recurse=False))
             # nn.MultiheadAttention calls its method _reset_parameters.

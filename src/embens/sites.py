@@ -416,7 +416,7 @@ class EnsembleSpec:
         Separately drawn last layers make it 0. Low-rank layers count with the fraction of the
         weights that members have in common.
         """
-        if self.individual_head:
+        if self.individual_head or self.separate:
             return 0.0
         overlap = 1.0
         for site in self.sites:

@@ -240,7 +240,7 @@ def test_an_export_takes_any_number_of_rows(name, family):
     case = BUILD[name]
     x = case.inputs(torch.Generator().manual_seed(0))
     ensemble = FAMILIES[family](case.build()).eval()
-    exported = torch.export.export(ensemble, (x,), dynamic_shapes=({0: Dim("rows")},)).module()
+    exported = torch.export.export(ensemble, (x,), dynamic_shapes=({0: Dim.AUTO},)).module()
     for count in (1, 3, 300):
         other = rows_of(x, count)
         with torch.no_grad():
@@ -268,7 +268,7 @@ def test_an_export_with_chunks_takes_any_number_of_rows(chunk):
     ensemble = embens.batch_ensemble(BUILD["paper's cnn"].build(), 3).eval()
     ensemble.chunk = chunk
     x = torch.randn(4, 3, 8, 8)
-    exported = torch.export.export(ensemble, (x,), dynamic_shapes=({0: Dim("rows")},)).module()
+    exported = torch.export.export(ensemble, (x,), dynamic_shapes=({0: Dim.AUTO},)).module()
     for count in (1, 400):
         other = rows_of(x, count)
         close(exported(other), ensemble(other))

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from embens.reading.attention import Attention
 from torch import nn
 
 import embens

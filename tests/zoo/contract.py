@@ -57,7 +57,7 @@ def _check(reference: nn.Module, inputs: Any, folder: Path) -> float:
     with torch.no_grad():
         for chunk in (1, 2):
             assert_close(run(ensemble, inputs, chunk=chunk), outputs, f"chunk {chunk} differs")
-        print(ensemble.executor)
+        print(ensemble.executor)  # shown by pytest -rA
         for a in (0, MEMBERS - 1):
             alone = run(ensemble.member(a), inputs)
             assert_close(alone, pick(outputs, a), f"member({a}) is not its row")

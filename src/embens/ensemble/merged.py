@@ -174,8 +174,9 @@ class MergedExecutor:
         copied = self.copies[a]
         if torch.compiler.is_compiling():
             copied.sync()
+            copied.scales = scales
             return torch.func.functional_call(
-                copied.module, tensors, args, kwargs, tie_weights=False
+                copied.module, {**computed, **tensors}, args, kwargs, tie_weights=False
             )
         with self.lock:
             copied.bind({**computed, **tensors}, scales)

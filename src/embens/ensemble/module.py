@@ -397,6 +397,9 @@ class EmbeddedEnsemble(nn.Module):
             self.call_reason = "its arguments are not tensors or plain values with fixed names"
             return None, []
         tensors, constants = call
+        if per_member and any(isinstance(value, Tensor) for value in kwargs.values()):
+            self.call_reason = "keyword arguments are the same for all members"
+            return None, []
         arguments = list(tensors.values())
         ranks = {name: tensor.dim() for name, tensor in tensors.items()}
         if per_member:
@@ -523,10 +526,13 @@ class EmbeddedEnsemble(nn.Module):
             folded, arguments = self._folded_for(args, named, per_member=False)
             values = self.sample_values()
             if folded is None:
+                modules = self.reference.modules()
+                is_parametrized = any(parametrize.is_parametrized(module) for module in modules)
                 outputs_of_chunks = self._run_merged(args, named, values, per_member=False)
                 for outputs in outputs_of_chunks:
                     loss = optim.objective(outputs, target, criterion)
-                    loss.backward()
+                    # Members share the graph of parametrized weights.
+                    loss.backward(retain_graph=is_parametrized)
                     total = total + loss.detach()
                 return total
             folded_pass = _FoldedPass(self, folded, arguments, values, cut=True)
@@ -770,9 +776,16 @@ class _Folding:
         for name, value in constants.items():
             if type(value) is not type(self.constants[name]):  # True equals 1
                 return False
-        if _module_state(self.reference) != self.state:
+        if not _is_equal(_module_state(self.reference), self.state):
             return False
         return self.guard is None or self.guard.holds()
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    try:
+        return left == right
+    except (RuntimeError, ValueError):  # another tensor or array with several elements
+        return False
 
 
 def _module_state(reference: nn.Module) -> list[tuple[dict[str, Any], list[nn.Module], int]]:

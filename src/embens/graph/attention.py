@@ -183,8 +183,8 @@ def attend(
         result = attention @ v
         attention = attention.mean(1) if settings.average_weights else attention
     else:
-        # With a padding mask or added keys, torch masks explicitly instead of using the hint.
-        causal = settings.is_causal and key_padding_mask is None and not extra
+        # Like torch: with a padding mask the mask is explicit instead of a hint.
+        causal = settings.is_causal and key_padding_mask is None
         result = F.scaled_dot_product_attention(
             q, k, v, None if causal else mask, settings.dropout, is_causal=causal
         )

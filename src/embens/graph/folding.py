@@ -287,6 +287,8 @@ class Rewriter:
     def argument(self, source: Any, domain: Domain) -> torch.fx.Node:
         """Return the node for a value in the graph of a domain; shared rows are repeated."""
         if domain is not Domain.MEMBER:
+            if source not in self.in_prefix:
+                raise Unfoldable("a shared value depends on values of members")
             return self.in_prefix[source]
         if source in self.in_suffix:
             return self.in_suffix[source]
@@ -327,9 +329,13 @@ class Rewriter:
         """Copy a node into the graph of its domain."""
         self.facts[node] = value
         is_member = value.domain is Domain.MEMBER
+        if value.domain is Domain.CONSTANT:
+            # A constant may depend on the type or the shape of values of the members.
+            is_member = any(source not in self.in_prefix for source in node.all_input_nodes)
         graph = self.suffix if is_member else self.prefix
-        args = map_arg(node.args, lambda source: self.argument(source, value.domain))
-        kwargs = map_arg(dict(node.kwargs), lambda source: self.argument(source, value.domain))
+        domain = Domain.MEMBER if is_member else Domain.SHARED
+        args = map_arg(node.args, lambda source: self.argument(source, domain))
+        kwargs = map_arg(dict(node.kwargs), lambda source: self.argument(source, domain))
         target = node.target
         if node.op == "call_module":
             target = self.names[id(self.root.get_submodule(str(target)))]
@@ -372,7 +378,8 @@ class Rewriter:
         if len(target.users) > 1 or self._may_alias(target):
             raise Unfoldable("its code changes a value in place that is used elsewhere")
         domains = [self.facts[source].domain for source in node.all_input_nodes]
-        if self.facts[target].domain < max(domains) or target in self.border:
+        is_shared = target in self.border and target not in self.in_suffix
+        if self.facts[target].domain < max(domains) or is_shared:
             raise Unfoldable("its code changes a shared value in place")
 
     def _may_alias(self, node: torch.fx.Node) -> bool:
@@ -437,6 +444,8 @@ class Rewriter:
             value = self.facts[node.args[0]]  # type: ignore[index]
             self._finish(node, write_member_layer(self, node, module, layer, value), result)
             return
+        if not is_shared and not layer.mergeable:
+            raise Unfoldable(f"{name!r} is not known to treat samples independently")
         if not pre and not post:
             self.emit(node, result)
             return

@@ -289,6 +289,11 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     shared: dict[int, Any] = detached_state(module)
     for tensor in (*module.parameters(), *module.buffers()):
         shared[id(tensor)] = tensor
+    for part in module.modules():
+        for value in vars(part).values():
+            # A placeholder of a per-member tensor; torch.export refuses to copy it.
+            if isinstance(value, Tensor) and value.is_meta:
+                shared[id(value)] = value
     shared.update(memo or {})
     return copy.deepcopy(module, shared)
 
@@ -478,10 +483,9 @@ class FlowReader:
         if layer.inputs and not spatial:
             self._note_channels(layer, inputs, positions)
         recurrent = isinstance(module, nn.RNNBase)
-        affine = frozenset() if recurrent else inputs.affine
+        affine = frozenset() if recurrent else inputs.affine | {layer.name}
         channels = layer.outputs if spatial else None
         upstream = inputs.upstream | {layer.name}
-        affine = affine | {layer.name}
         return Trail(upstream, affine, channels, random=inputs.random)
 
     def _note_channels(self, layer: Layer, inputs: Trail, positions: bool) -> None:
@@ -632,7 +636,9 @@ def _trace_flow(reference: nn.Module) -> Flow | None:
     constants = {p.name: p.default for p in parameters if p.default is not p.empty}
     opaque: set[str] = set()
     while True:
-        root = copy_module(reference).train()
+        # Parametrizations run while the code is traced, and some update their buffers.
+        buffers = {id(buffer): buffer.detach().clone() for buffer in reference.buffers()}
+        root = copy_module(reference, buffers).train()
         tracer = Tracer(root, required, constants, opaque)
         try:
             graph = tracer.trace_graph(root)

@@ -86,6 +86,8 @@ def infer(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
         return _infer_index(args[0], args[1])
     if values and all(value.kind == "other" for value in values) and name not in FACTORIES:
         return replace(OTHER, domain=max(value.domain for value in values))
+    if name in ("to", "type_as") and isinstance(args[0], Value) and args[0].kind == "tensor":
+        return args[0]  # only the type or the device of other arguments matters
     if any(value.kind in ("rows", "shape") for value in values):
         return _infer_with_rows(name, args, kwargs, values)
     if all(value.domain is Domain.CONSTANT for value in values):
@@ -301,6 +303,8 @@ def _infer_reshape(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     if value.domain is Domain.CONSTANT:
         raise Unfoldable(f"{name!r} gives a constant the number of samples as a size")
     if has_rows:
+        if name == "repeat":
+            raise Unfoldable("'repeat' repeats the batch")
         if first.domain is Domain.MEMBER and value.domain is Domain.SHARED:
             raise Unfoldable(f"{name!r} uses the number of rows of another value")
         return Value(value.domain, len(sizes))

@@ -8,7 +8,7 @@ line, ``register_activation(MyActivation)``. For an activation with a kink, writ
 
 import copy
 from collections.abc import Callable
-from functools import singledispatch
+from functools import cache, singledispatch
 
 import torch
 from torch import Tensor, nn
@@ -157,14 +157,38 @@ def _(module: nn.GELU) -> Dual:
 @dual.register
 def _(module: nn.Softplus) -> Dual:
     # torch's own function jumps at a threshold, which saves time but is not smooth.
-    beta = float(module.beta)
+    return _softplus_dual(float(module.beta))
+
+
+@cache
+def _softplus_dual(beta: float) -> Dual:
     return Smooth(lambda x: _softplus(beta * x) / beta, f"Softplus({beta:g})")
 
 
 @dual.register
 def _(module: nn.Mish) -> Dual:
+    return _mish_dual()
+
+
+@cache
+def _mish_dual() -> Dual:
     return Smooth(lambda x: x * _softplus(x).tanh(), "Mish")
 
 
-for _kind in (nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink):
-    register(_kind)
+_STATELESS = (nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink)
+
+
+@cache
+def _of_kind(kind: type[nn.Module]) -> Dual:
+    """Return the one dual of a stateless activation, which keeps its tables for later kernels."""
+    return by_quadrature(kind())
+
+
+def _stateless(module: nn.Module) -> Dual:
+    if type(module) in _STATELESS:
+        return _of_kind(type(module))
+    return by_quadrature(module)  # a subclass may have another forward
+
+
+for _kind in _STATELESS:
+    register(_kind, _stateless)

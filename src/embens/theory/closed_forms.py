@@ -22,7 +22,8 @@ from torch import Tensor
 
 from embens.laws import Discrete, Law
 from embens.theory.expectations import Dual, differs_between_members, is_differentiated, roots
-from embens.theory.quadrature import LawNodes, Smooth, is_normal, largest_variance, law_nodes
+from embens.theory.law_nodes import LawNodes, is_normal, law_nodes
+from embens.theory.quadrature import Smooth, largest_variance
 
 _FEW_VALUES = 8  # values of a discrete law that are summed over pairs
 _LARGE_VARIANCE = 4.0  # E[v²] q beyond which the series between members needs too many terms

@@ -25,6 +25,9 @@ averaged on its own. There the sign of :math:`v` matters: changing it turns :mat
 The number of terms is doubled until the series at :math:`\rho = 1` and the largest variance, the
 hardest case, agree with direct integration. A result with a relative error above ``ACCURACY``
 gives a warning, above ``WORST`` an error.
+
+Kernels have too many entries to sum these series for each of them. A prepared dual therefore
+interpolates the sums; see :mod:`embens.theory.interpolation`.
 """
 
 from __future__ import annotations
@@ -39,8 +42,20 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from embens.laws import Law, Normal, Shifted
-from embens.theory.expectations import Dual, roots
+from embens.laws import Law
+from embens.theory.expectations import Dual, differs_between_members
+from embens.theory.interpolation import (
+    ROUNDING,
+    CorrelationAxis,
+    RootAxis,
+    Sums,
+    Table,
+    chebyshev_transform,
+    expand,
+    normalise,
+    remainder,
+)
+from embens.theory.law_nodes import LawNodes, law_nodes
 
 ACCURACY = 1e-8
 """Relative error above which a warning is given."""
@@ -49,106 +64,10 @@ WORST = 1e-4
 
 _TERMS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _REACH = 12.0  # exp(-REACH² / 4) is below the rounding error
-_LAW_NODES = 121
 _HELD_NUMBERS = 2**23  # coefficients in memory at once
-
-
-@dataclass(frozen=True)
-class LawNodes:
-    """Quadrature nodes for the size of a modulation, with a weight for either sign.
-
-    Attributes:
-        sizes: Values of |v|, ``(node,)``.
-        plus: Weights of v = +size, ``(node,)``.
-        minus: Weights of v = -size, ``(node,)``.
-    """
-
-    sizes: Tensor
-    plus: Tensor
-    minus: Tensor
-
-    @property
-    def both(self) -> Tensor:
-        """Weights of either sign, ``(node,)``."""
-        return self.plus + self.minus
-
-    def rows(self) -> list[tuple[float, float, float]]:
-        """Return size, weight of the positive and weight of the negative sign of each node."""
-        columns = self.sizes.tolist(), self.plus.tolist(), self.minus.tolist()
-        return list(zip(*columns, strict=True))
-
-    def split(self, size: int) -> list[LawNodes]:
-        """Return the nodes in groups of at most ``size``."""
-        columns = self.sizes.split(size), self.plus.split(size), self.minus.split(size)
-        return [LawNodes(*part) for part in zip(*columns, strict=True)]
-
-    def to(self, device: torch.device) -> LawNodes:
-        """Return the nodes on another device."""
-        return LawNodes(self.sizes.to(device), self.plus.to(device), self.minus.to(device))
-
-
-def law_nodes(law: Law | None, width: float, fineness: int = 1) -> LawNodes:
-    """Return quadrature nodes for a modulation.
-
-    Args:
-        law: Distribution of the modulation; None means the constant 1.
-        width: Size of v at which the integrand changes; used for normal laws only.
-        fineness: Factor by which the nodes are denser than usual.
-
-    Example:
-        >>> nodes = law_nodes(Normal(0.5, 1.0), width=0.3)
-        >>> round(float(nodes.both @ nodes.sizes**2), 12)  # E v²
-        1.25
-    """
-    if law is None:
-        one = torch.ones(1, dtype=torch.float64, device="cpu")
-        return LawNodes(one, one, torch.zeros_like(one))
-    if is_normal(law):
-        return _normal_nodes(law.mean, law.std, width, fineness)  # type: ignore[attr-defined]
-    values, weights = law.quadrature(fineness * _LAW_NODES)
-    relevant = weights * (1 + values**4) > 1e-18
-    values, weights = values[relevant], weights[relevant]
-    sizes, index = torch.unique(values.abs(), return_inverse=True)
-    plus = torch.zeros_like(sizes).index_add_(0, index, weights * (values >= 0))
-    minus = torch.zeros_like(sizes).index_add_(0, index, weights * (values < 0))
-    # Symmetric laws get equal weights to the last bit: odd activations then average to exactly 0.
-    both = plus + minus
-    symmetric = (plus - minus).abs() <= 1e-14 * both
-    plus = torch.where(symmetric, both / 2, plus)
-    minus = torch.where(symmetric, both / 2, minus)
-    return LawNodes(sizes, plus, minus)
-
-
-def _normal_nodes(mean: float, std: float, width: float, fineness: int) -> LawNodes:
-    r"""Return nodes of a normal law for functions that are singular at :math:`v = \pm i w`.
-
-    With :math:`v = w \sinh t` all singularities on the imaginary axis move to
-    :math:`\operatorname{Im} t = \pm \pi / 2`, and the trapezoidal rule in :math:`t` needs few
-    nodes.
-    """
-    width = min(width, std)
-    step = 0.14
-    if mean:
-        step = min(step, 0.45 * std / abs(mean))
-    step = step / fineness
-    farthest = abs(mean) + 9 * std
-    count = math.ceil(math.asinh(farthest / width) / step)
-    t = step * (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5)
-    sizes = width * torch.sinh(t)
-    spacing = step * width * torch.cosh(t)
-    plus = spacing * _normal_density(sizes, mean, std)
-    minus = spacing * _normal_density(-sizes, mean, std)
-    relevant = (plus + minus) * (1 + sizes**4) > 1e-18
-    return LawNodes(sizes[relevant], plus[relevant], minus[relevant])
-
-
-def _normal_density(x: Tensor, mean: float, std: float) -> Tensor:
-    return torch.exp(-(((x - mean) / std) ** 2) / 2) / (std * math.sqrt(2 * math.pi))
-
-
-def is_normal(law: Law | None) -> bool:
-    """Return whether a law is normal with a positive variance."""
-    return isinstance(law, Normal | Shifted) and law.std > 0
+_ROOT_COUNTS = (8, 12, 16, 24, 32, 48, 64, 96)
+_CORRELATION_COUNTS = (33, 65, 129, 257, 513, 1025)
+_HELD_TABLES = 32  # of one activation
 
 
 def largest_variance(q1: Tensor, q2: Tensor) -> float:
@@ -180,6 +99,39 @@ class Resolution:
     terms: int
 
 
+@dataclass(frozen=True)
+class Series:
+    """Products of coefficients at all pairs of some roots.
+
+    Attributes:
+        means: Products of a, ``(root, root)``.
+        slopes: Products of c_n, ``(n, root, root)``.
+        raised: Products of d_n, ``(n, root, root)``; None between members.
+    """
+
+    means: Tensor
+    slopes: Tensor
+    raised: Tensor | None = None
+
+    def sums(self, rho: Tensor) -> list[Tensor]:
+        """Return the sums for F, G and H at some correlations, each ``(correlation, root, root)``.
+
+        The sum for F lacks the product of means. H is left out between members.
+        """
+        n = torch.arange(len(self.slopes), dtype=rho.dtype, device=rho.device)
+        powers = rho[:, None] ** n
+        integrals = powers * rho[:, None] / (n + 1)
+        sums = [torch.tensordot(integrals, self.slopes, 1), torch.tensordot(powers, self.slopes, 1)]
+        if self.raised is not None:
+            sums.append(torch.tensordot(powers[:, : len(self.raised)], self.raised, 1))
+        return sums
+
+    def corner(self) -> Series:
+        """Return the products at the first root alone."""
+        raised = None if self.raised is None else self.raised[:, :1, :1]
+        return Series(self.means[:1, :1], self.slopes[:, :1, :1], raised)
+
+
 class Smooth(Dual):
     """Dual of a smooth function that acts on each number separately.
 
@@ -199,19 +151,36 @@ class Smooth(Dual):
     def __init__(self, function: Callable[[Tensor], Tensor], name: str):
         self.function = function
         self.name = name
-        self._resolution: Resolution | None = None
+        self._table: Table | None = None
+        # Copies of this dual share the list. Laws need not be hashable.
+        self._tables: list[tuple[float, Law | None, Table]] = []
 
     def prepare(self, q_max: float, law: Law | None) -> Dual:
         prepared = copy.copy(self)
-        prepared._resolution = self.resolve(q_max, law)
+        prepared._table = self._find_table(q_max, law)
         return prepared
+
+    def _find_table(self, q_max: float, law: Law | None) -> Table:
+        """Return a table for variances up to ``q_max``, one that was built before if possible."""
+        # Layers with similar variances share a table, because the largest one is rounded up.
+        q_max = 2.0 ** (math.ceil(2 * math.log2(q_max)) / 2)
+        for table_q_max, table_law, table in self._tables:
+            if table_q_max == q_max and table_law == law:
+                return table
+        with torch.inference_mode(False), torch.no_grad():
+            table = self._build_table(q_max, law)
+        self._tables.insert(0, (q_max, law, table))
+        del self._tables[_HELD_TABLES:]
+        return table
 
     def same(
         self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        resolution = self._resolution or self.resolve(largest_variance(q1, q2), law)
+        if self._table is not None:
+            return self._table.same(q1, q2, c, with_h=with_h)
+        resolution = self.resolve(largest_variance(q1, q2), law)
         dtype = c.dtype
-        (root1, root2), rho = _normalise(q1, q2, c)
+        (root1, root2), rho = normalise(q1, q2, c)
         start = f = g = h = torch.zeros_like(rho)
         nodes = resolution.nodes.to(c.device)
         chunk = _HELD_NUMBERS // (resolution.terms * max(root1.numel(), root2.numel(), 1))
@@ -230,18 +199,68 @@ class Smooth(Dual):
         return f.to(dtype), g.to(dtype), (size * h).to(dtype) if with_h else None
 
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        resolution = self._resolution or self.resolve(largest_variance(q1, q2), law)
+        if self._table is not None:
+            return self._table.cross(q1, q2, c)
+        resolution = self.resolve(largest_variance(q1, q2), law)
         nodes = resolution.nodes.to(c.device)
         if len(nodes.sizes) == 1 and not (nodes.plus * nodes.minus).any():
             # One value for all members: the same numbers as within a member, to the last bit.
             return self.same(q1, q2, c, law, with_h=False)[:2]
-        (root1, root2), rho = _normalise(q1, q2, c)
+        (root1, root2), rho = normalise(q1, q2, c)
         mean1, slopes1 = self._averaged_coefficients(nodes, root1, resolution.terms)
         mean2, slopes2 = self._averaged_coefficients(nodes, root2, resolution.terms)
         one = torch.ones(1, dtype=rho.dtype, device=rho.device)
         f, g = _sum_series(one, slopes1[:, None], slopes2[:, None], rho)
         f = mean1 * mean2 + root1 * root2 * f
         return f.to(c.dtype), g.to(c.dtype)
+
+    def _build_table(self, q_max: float, law: Law | None) -> Table:
+        """Tabulate the sums for variances from 0 to ``q_max``."""
+        resolution = self.resolve(q_max, law)
+        nodes = resolution.nodes
+        high = math.sqrt(q_max)
+        deviation = math.sqrt(float(nodes.both @ nodes.sizes**2))
+        differs = differs_between_members(law)
+        series: list[Series] = []
+        for count in _ROOT_COUNTS:
+            root_axis = RootAxis(high, deviation or 1.0, count)
+            series = [self._series_within(root_axis.nodes(), resolution)]
+            if differs:
+                series.append(self._series_between(root_axis.nodes(), resolution))
+            root_error = max(_root_error(part) for part in series)
+            if root_error < ROUNDING:
+                break
+        # Singularities of the activation are about 1 away from the real axis.
+        largest = high * min(7 * deviation, float(nodes.sizes.max()))
+        margin = 1 / (1 + 4 * largest**2)
+        for count in _CORRELATION_COUNTS:
+            axis = CorrelationAxis(margin, count)
+            error = max(_correlation_error(part.corner(), axis) for part in series)
+            if error < ROUNDING:
+                break
+        self._judge(max(root_error, error), q_max, law)
+        tabulated = [_tabulate(part, axis.nodes()) for part in series]
+        return Table(root_axis, axis, within=tabulated[0], between=tabulated[-1])
+
+    def _series_within(self, roots: Tensor, resolution: Resolution) -> Series:
+        """Return products of coefficients within a member, averaged over v."""
+        terms, count = resolution.terms, len(roots)
+        means = torch.zeros(count, count, dtype=roots.dtype)
+        slopes = torch.zeros(terms, count, count, dtype=roots.dtype)
+        raised = torch.zeros(terms - 1, count, count, dtype=roots.dtype)
+        for part in resolution.nodes.split(max(1, _HELD_NUMBERS // (terms * count))):
+            mean, slope = self._coefficients(part.sizes, roots, terms)
+            weights = part.both[:, None]
+            means += (weights * mean).mT @ mean
+            slopes += (weights * part.sizes[:, None] ** 2 * slope).mT @ slope
+            raised_slope = _times_g(slope)
+            raised += (weights * raised_slope).mT @ raised_slope
+        return Series(means, slopes, raised)
+
+    def _series_between(self, roots: Tensor, resolution: Resolution) -> Series:
+        """Return products of coefficients that were averaged over v, between members."""
+        mean, slope = self._averaged_coefficients(resolution.nodes, roots, resolution.terms)
+        return Series(mean[:, None] * mean, slope[:, :, None] * slope[:, None])
 
     def resolve(self, q_max: float, law: Law | None) -> Resolution:
         """Choose nodes and terms for variances up to ``q_max``.
@@ -346,14 +365,6 @@ class Smooth(Dual):
             )
 
 
-def _normalise(q1: Tensor, q2: Tensor, c: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return both roots of the variances and the correlation, in float64."""
-    root1, inverse1 = roots(q1.double())
-    root2, inverse2 = roots(q2.double())
-    rho = c.double() * inverse1 * inverse2
-    return (root1, root2), rho.clamp(-1 - 1e-12, 1 + 1e-12)
-
-
 def _sum_over_nodes(weights: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Return weighted sums over nodes of products of coefficients, ``(n, …)``.
 
@@ -396,6 +407,26 @@ def _sum_series(
             total = torch.addcmul(product, total, rho)
             integral = torch.addcmul(product / (n + 1), integral, rho)
     return rho * integral, total
+
+
+def _root_error(series: Series) -> float:
+    """Return the error of interpolation in the roots, at correlation 1."""
+    one = torch.ones(1, dtype=torch.float64)
+    transform = chebyshev_transform(len(series.means))
+    values = [series.means, *(part[0] for part in series.sums(one))]
+    return max(remainder(transform @ part) for part in values)
+
+
+def _correlation_error(series: Series, axis: CorrelationAxis) -> float:
+    """Return the error of interpolation in the correlation."""
+    transform = chebyshev_transform(axis.count)
+    return max(remainder(transform @ part.flatten(1)) for part in series.sums(axis.nodes()))
+
+
+def _tabulate(series: Series, rho: Tensor) -> Sums:
+    """Return Chebyshev coefficients of the sums."""
+    coefficients = [expand(part) for part in series.sums(rho)]
+    return Sums(expand(series.means[None]), *coefficients)
 
 
 def _times_g(slopes: Tensor) -> Tensor:

@@ -238,6 +238,8 @@ def _activate_and_record(module: nn.Module, dual: Dual, state: State) -> State:
     _check_range(module, variances, state)
     state.facts.recording.append(Recorded(dual, law, variances))
     q1, q2 = _align_variances(variances, variances, state, paired=True)
+    if not state.facts.duals:
+        dual = dual.prepare(variances.max().item() or 1.0, law)
     f, _, _ = dual.same(q1, q2, state.covariance, law, with_h=False)
     return _after_activation(state).replace(same=Moments(f))
 
