@@ -298,7 +298,10 @@ class MemberCopy:
         for prefix, _, copied, before in self.pairs:
             changed = {}
             for key, value in vars(copied).items():
-                if key not in STANDARD_ATTRIBUTES and before.get(key, _MISSING) is not value:
+                if key in STANDARD_ATTRIBUTES or before.get(key, _MISSING) is value:
+                    continue
+                # Containers of modules hold the modules of this copy.
+                if not any(isinstance(leaf, nn.Module) for leaf in tree_leaves(value)):
                     changed[key] = value
             if changed:
                 attributes[prefix] = changed
