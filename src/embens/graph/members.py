@@ -126,10 +126,15 @@ def member_rows(x: Tensor, count: int, is_shared: bool) -> Tensor:
     return x.reshape(count, -1, x.shape[-1])
 
 
-def joined_rows(products: Tensor, x: Tensor, count: int, is_shared: bool) -> Tensor:
+def joined_rows(products: Tensor, x: Tensor) -> Tensor:
     """Return ``(member, row, feature)`` as blocks of rows with the axes of the input ``x``."""
-    rows = x.shape[0] * count if is_shared else x.shape[0]
-    return products.reshape(rows, *x.shape[1:-1], products.shape[-1])
+    rows = products.flatten(0, 1)
+    if torch.compiler.is_exporting():
+        # The exporter does not know that a view of any number of rows is contiguous.
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    if x.dim() == 2:
+        return rows
+    return rows.unflatten(0, (-1, *x.shape[1:-1]))
 
 
 def member_linear(
@@ -144,7 +149,7 @@ def member_linear(
             biases = biases.unsqueeze(1)
         biases = biases.expand(count, rows.shape[1], weights.shape[1])
         products = torch.baddbmm(biases, rows, weights.mT)
-    return joined_rows(products, x, count, is_shared)
+    return joined_rows(products, x)
 
 
 def low_rank_weights(weight: Tensor, left: Tensor, right: Tensor, kind: str) -> Tensor:
@@ -177,7 +182,7 @@ def low_rank_linear(
     shared = member_rows(F.linear(x, weight, bias), count, is_shared)
     rows = member_rows(x, count, is_shared)
     products = torch.baddbmm(shared, rows @ right.mT, left.mT)
-    return joined_rows(products, x, count, is_shared)
+    return joined_rows(products, x)
 
 
 def member_embedding(x: Tensor, weights: Tensor, count: int, is_shared: bool) -> Tensor:
