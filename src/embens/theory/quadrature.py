@@ -217,16 +217,18 @@ class Smooth(Dual):
         series = [self._series_within(roots, resolution)]
         if differs_between_members(law):
             series.append(self._series_between(roots, resolution))
+        floor = series[0].floor()
         # Singularities of the activation are about 1 away from the real axis.
         largest = root_axis.high * min(7 * resolution.deviation, float(resolution.sizes.max()))
         correlation_axis = CorrelationAxis(margin=1 / (1 + 4 * largest**2), count=0)
         error = math.inf
         for count in _CORRELATION_COUNTS:
             correlation_axis = replace(correlation_axis, count=count)
-            error = max(correlation_error(part.corner(), correlation_axis) for part in series)
+            corners = [part.corner() for part in series]
+            error = max(correlation_error(part, correlation_axis, floor) for part in corners)
             if error < ROUNDING:
                 break
-        error = max(error, *(root_error(part) for part in series))
+        error = max(error, *(root_error(part, floor) for part in series))
         self._judge(error, q_max, law)
         tabulated = [tabulate(part, correlation_axis.nodes()) for part in series]
         return Table(root_axis, correlation_axis, within=tabulated[0], between=tabulated[-1])
@@ -239,7 +241,8 @@ class Smooth(Dual):
             moments = torch.zeros(3, count, count, dtype=torch.float64)
             for nodes, terms in resolution.groups:
                 moments += self._moments(axis.nodes(), nodes, terms)
-            if interpolation_error(moments) < ROUNDING:
+            floor = float(moments.abs().max()) / 1000
+            if interpolation_error(moments, floor) < ROUNDING:
                 break
         return axis
 

@@ -43,29 +43,36 @@ class Series:
             sums.append(torch.tensordot(powers[:, : len(self.raised)], self.raised, 1))
         return sums
 
+    def floor(self) -> float:
+        """Return a thousandth of the largest sum; smaller functions are judged against it."""
+        one = torch.ones(1, dtype=torch.float64)
+        sizes = [float(part.abs().max()) for part in (self.means, *self.sums(one))]
+        return max(sizes) / 1000
+
     def corner(self) -> Series:
         """Return the products at the first root alone."""
         raised = None if self.raised is None else self.raised[:, :1, :1]
         return Series(self.means[:1, :1], self.slopes[:, :1, :1], raised)
 
 
-def root_error(series: Series) -> float:
+def root_error(series: Series, floor: float) -> float:
     """Return the error of interpolation in the roots, at correlation 1."""
     one = torch.ones(1, dtype=torch.float64)
     sums = [part[0] for part in series.sums(one)]
-    return interpolation_error(torch.stack([series.means, *sums]))
+    return interpolation_error(torch.stack([series.means, *sums]), floor)
 
 
-def interpolation_error(values: Tensor) -> float:
+def interpolation_error(values: Tensor, floor: float) -> float:
     """Return the relative error of interpolation of some functions, ``(function, root, root)``."""
     transform = chebyshev_transform(values.shape[-1])
-    return max(remainder(transform @ part) for part in values)
+    return max(remainder(transform @ part, floor) for part in values)
 
 
-def correlation_error(series: Series, axis: CorrelationAxis) -> float:
+def correlation_error(series: Series, axis: CorrelationAxis, floor: float) -> float:
     """Return the error of interpolation in the correlation."""
     transform = chebyshev_transform(axis.count)
-    return max(remainder(transform @ part.flatten(1)) for part in series.sums(axis.nodes()))
+    values = [part.flatten(1) for part in series.sums(axis.nodes())]
+    return max(remainder(transform @ part, floor) for part in values)
 
 
 def tabulate(series: Series, rho: Tensor) -> Sums:
