@@ -88,3 +88,14 @@ def test_tables_can_be_used_after_inference_mode():
     (slope,) = torch.autograd.grad(f.sum(), c)
     assert slope.item() == pytest.approx(g.item(), rel=1e-10)
     assert math.isfinite(f.item())
+
+
+def test_a_function_that_is_odd_up_to_rounding_errors_has_a_table():
+    smooth = Smooth(lambda x: torch.sigmoid(x) - 0.5, "centred sigmoid")
+    q = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    for law in (None, Rademacher(), Normal()):
+        prepared = smooth.prepare(1.0, law)
+        f, _, _ = prepared.same(q, q, q, law)
+        expected = smooth.same(q, q, q, law)[0]
+        torch.testing.assert_close(f, expected, rtol=1e-9, atol=1e-12)
+    assert prepared.cross(q, q, q, Normal())[0].abs().max() < 1e-15

@@ -54,10 +54,16 @@ def chebyshev_transform(count: int) -> Tensor:
     return matrix
 
 
-def remainder(coefficients: Tensor) -> float:
-    """Return the size of the last coefficients, ``(degree, …)``, relative to the largest one."""
+def remainder(coefficients: Tensor, floor: float = 0.0) -> float:
+    """Return the size of the last coefficients relative to the largest one.
+
+    Args:
+        coefficients: Chebyshev coefficients, ``(degree, …)``.
+        floor: Size that counts as the largest one if all are smaller, such as those of a function
+            that is zero up to rounding errors.
+    """
     sizes = coefficients.abs().reshape(len(coefficients), -1).amax(1)
-    largest = float(sizes.max())
+    largest = max(float(sizes.max()), floor)
     if largest == 0:
         return 0.0
     return float(sizes[-3:].max()) / largest

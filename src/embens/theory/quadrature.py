@@ -37,25 +37,22 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from embens.laws import Law
 from embens.theory.expectations import Dual, differs_between_members
-from embens.theory.interpolation import (
-    ROUNDING,
-    CorrelationAxis,
-    RootAxis,
-    Sums,
-    Table,
-    chebyshev_transform,
-    expand,
-    normalise,
-    remainder,
-)
+from embens.theory.hermite import grid, sum_over_nodes, sum_series, times_g, weighted_hermite
+from embens.theory.interpolation import ROUNDING, CorrelationAxis, RootAxis, Table, normalise
 from embens.theory.law_nodes import LawNodes, law_nodes
+from embens.theory.series import (
+    Series,
+    correlation_error,
+    interpolation_error,
+    root_error,
+    tabulate,
+)
 
 ACCURACY = 1e-8
 """Relative error above which a warning is given."""
@@ -63,7 +60,6 @@ WORST = 1e-4
 """Relative error above which no result is returned."""
 
 _TERMS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_REACH = 12.0  # exp(-REACH² / 4) is below the rounding error
 _HELD_NUMBERS = 2**23  # coefficients in memory at once
 _ROOT_COUNTS = (8, 12, 16, 24, 32, 48, 64, 96)
 _CORRELATION_COUNTS = (33, 65, 129, 257, 513, 1025)
@@ -134,39 +130,6 @@ class Resolution:
                 yield part, terms
 
 
-@dataclass(frozen=True)
-class Series:
-    """Products of coefficients at all pairs of some roots.
-
-    Attributes:
-        means: Products of a, ``(root, root)``.
-        slopes: Products of c_n, ``(n, root, root)``.
-        raised: Products of d_n, ``(n, root, root)``; None between members.
-    """
-
-    means: Tensor
-    slopes: Tensor
-    raised: Tensor | None = None
-
-    def sums(self, rho: Tensor) -> list[Tensor]:
-        """Return the sums for F, G and H at some correlations, each ``(correlation, root, root)``.
-
-        The sum for F lacks the product of means. H is left out between members.
-        """
-        n = torch.arange(len(self.slopes), dtype=rho.dtype, device=rho.device)
-        powers = rho[:, None] ** n
-        integrals = powers * rho[:, None] / (n + 1)
-        sums = [torch.tensordot(integrals, self.slopes, 1), torch.tensordot(powers, self.slopes, 1)]
-        if self.raised is not None:
-            sums.append(torch.tensordot(powers[:, : len(self.raised)], self.raised, 1))
-        return sums
-
-    def corner(self) -> Series:
-        """Return the products at the first root alone."""
-        raised = None if self.raised is None else self.raised[:, :1, :1]
-        return Series(self.means[:1, :1], self.slopes[:, :1, :1], raised)
-
-
 class Smooth(Dual):
     """Dual of a smooth function that acts on each number separately.
 
@@ -220,13 +183,13 @@ class Smooth(Dual):
         for part, terms in resolution.parts(max(root1.numel(), root2.numel()), c.device):
             mean1, slopes1 = self._coefficients(part.sizes, root1, terms)
             mean2, slopes2 = self._coefficients(part.sizes, root2, terms)
-            start = start + _sum_over_nodes(part.both, mean1[None], mean2[None])[0]
-            f_part, g_part = _sum_series(part.both * part.sizes**2, slopes1, slopes2, rho)
+            start = start + sum_over_nodes(part.both, mean1[None], mean2[None])[0]
+            f_part, g_part = sum_series(part.both * part.sizes**2, slopes1, slopes2, rho)
             f = f + f_part
             g = g + g_part
             if with_h:
-                raised1, raised2 = _times_g(slopes1), _times_g(slopes2)
-                h = h + _sum_series(part.both, raised1, raised2, rho)[1]
+                raised1, raised2 = times_g(slopes1), times_g(slopes2)
+                h = h + sum_series(part.both, raised1, raised2, rho)[1]
         size = root1 * root2
         f = start + size * f
         return f.to(dtype), g.to(dtype), (size * h).to(dtype) if with_h else None
@@ -242,7 +205,7 @@ class Smooth(Dual):
         mean1, slopes1 = self._averaged_coefficients(resolution, root1)
         mean2, slopes2 = self._averaged_coefficients(resolution, root2)
         one = torch.ones(1, dtype=rho.dtype, device=rho.device)
-        f, g = _sum_series(one, slopes1[:, None], slopes2[:, None], rho)
+        f, g = sum_series(one, slopes1[:, None], slopes2[:, None], rho)
         f = mean1 * mean2 + root1 * root2 * f
         return f.to(c.dtype), g.to(c.dtype)
 
@@ -254,18 +217,20 @@ class Smooth(Dual):
         series = [self._series_within(roots, resolution)]
         if differs_between_members(law):
             series.append(self._series_between(roots, resolution))
+        floor = series[0].floor()
         # Singularities of the activation are about 1 away from the real axis.
         largest = root_axis.high * min(7 * resolution.deviation, float(resolution.sizes.max()))
         correlation_axis = CorrelationAxis(margin=1 / (1 + 4 * largest**2), count=0)
         error = math.inf
         for count in _CORRELATION_COUNTS:
             correlation_axis = replace(correlation_axis, count=count)
-            error = max(_correlation_error(part.corner(), correlation_axis) for part in series)
+            corners = [part.corner() for part in series]
+            error = max(correlation_error(part, correlation_axis, floor) for part in corners)
             if error < ROUNDING:
                 break
-        root_error = max(_root_error(part) for part in series)
-        self._judge(max(root_error, error), q_max, law)
-        tabulated = [_tabulate(part, correlation_axis.nodes()) for part in series]
+        error = max(error, *(root_error(part, floor) for part in series))
+        self._judge(error, q_max, law)
+        tabulated = [tabulate(part, correlation_axis.nodes()) for part in series]
         return Table(root_axis, correlation_axis, within=tabulated[0], between=tabulated[-1])
 
     def _root_axis(self, high: float, resolution: Resolution) -> RootAxis:
@@ -276,7 +241,8 @@ class Smooth(Dual):
             moments = torch.zeros(3, count, count, dtype=torch.float64)
             for nodes, terms in resolution.groups:
                 moments += self._moments(axis.nodes(), nodes, terms)
-            if _interpolation_error(moments) < ROUNDING:
+            floor = float(moments.abs().max()) / 1000
+            if interpolation_error(moments, floor) < ROUNDING:
                 break
         return axis
 
@@ -286,7 +252,7 @@ class Smooth(Dual):
         Returns:
             The expectations at all pairs of roots and correlation 1, ``(3, root, root)``.
         """
-        points, weights = _grid(terms)
+        points, weights = grid(terms)
         values, right, left = self._evaluate(nodes.sizes[:, None, None] * roots[:, None] * points)
         means = values @ weights
         g = (right * weights) @ right.mT + (left * weights) @ left.mT
@@ -306,7 +272,7 @@ class Smooth(Dual):
             weights = part.both[:, None]
             means += (weights * mean).mT @ mean
             slopes[:terms] += (weights * part.sizes[:, None] ** 2 * slope).mT @ slope
-            raised_slope = _times_g(slope)
+            raised_slope = times_g(slope)
             raised[: terms - 1] += (weights * raised_slope).mT @ raised_slope
         return Series(means, slopes, raised)
 
@@ -363,9 +329,9 @@ class Smooth(Dual):
         if terms:
             _, slopes = self._coefficients(nodes.sizes, root, terms)
             squares = slopes.square().sum(0)[:, 0]
-            raised_squares = _times_g(slopes).square().sum(0)[:, 0]
+            raised_squares = times_g(slopes).square().sum(0)[:, 0]
         else:
-            points, weights = _grid(4 * _TERMS[-1])
+            points, weights = grid(4 * _TERMS[-1])
             _, right, left = self._evaluate(nodes.sizes[:, None] * root * points)
             total = right**2 + left**2
             squares = total @ weights
@@ -374,9 +340,9 @@ class Smooth(Dual):
 
     def _coefficients(self, sizes: Tensor, root: Tensor, terms: int) -> tuple[Tensor, Tensor]:
         """Return a(x) and c_n(x) at x = size · root, ``(node, *root)`` and ``(n, node, *root)``."""
-        points, weights = _grid(terms)
+        points, weights = grid(terms)
         points, weights = points.to(root.device), weights.to(root.device)
-        hermite = _weighted_hermite(terms).to(root.device)
+        hermite = weighted_hermite(terms).to(root.device)
         x = sizes.reshape(-1, *(1,) * root.dim()) * root
         # The grid has points g >= 0 only: φ'(xg) + φ'(-xg) has the coefficients of even n, and
         # the difference those of odd n.
@@ -427,113 +393,5 @@ class Smooth(Dual):
             )
 
 
-def _sum_over_nodes(weights: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return weighted sums over nodes of products of coefficients, ``(n, …)``.
-
-    Args:
-        weights: Weights of the nodes, ``(node,)``.
-        first: Coefficients ``(n, node, *axes)`` of the first inputs.
-        second: Coefficients ``(n, node, *axes)`` of the second inputs; ``axes`` broadcast. Where
-            they are rows and columns, the sum is a matrix product.
-    """
-    axes = max(first.dim(), second.dim()) - 2
-    first = _pad_axes(first, axes)
-    second = _pad_axes(second, axes)
-    weighted = weights.reshape(-1, *(1,) * axes) * first
-    return torch.einsum("nv...,nv...->n...", weighted, second)
-
-
-def _pad_axes(coefficients: Tensor, axes: int) -> Tensor:
-    """Insert axes of size 1 after those of terms and nodes, up to a number of axes."""
-    missing = axes - (coefficients.dim() - 2)
-    terms, nodes, *sizes = coefficients.shape
-    return coefficients.reshape(terms, nodes, *(1,) * missing, *sizes)
-
-
-def _sum_series(
-    weights: Tensor, first: Tensor, second: Tensor, rho: Tensor
-) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`\sum_n s_n \rho^{n+1} / (n+1)` and :math:`\sum_n s_n \rho^n`.
-
-    Here :math:`s_n` is the product of the n-th coefficients, ``(node, …)``, summed over the nodes.
-    Horner's scheme starts at the last term.
-    """
-    integral = torch.zeros_like(rho)
-    total = torch.zeros_like(rho)
-    chunk = max(1, _HELD_NUMBERS // max(1, rho.numel()))
-    for stop in range(len(first), 0, -chunk):
-        start = max(0, stop - chunk)
-        products = _sum_over_nodes(weights, first[start:stop], second[start:stop])
-        for n in range(stop - 1, start - 1, -1):
-            product = products[n - start]
-            total = torch.addcmul(product, total, rho)
-            integral = torch.addcmul(product / (n + 1), integral, rho)
-    return rho * integral, total
-
-
 def _relative_error(values: Tensor, exact: Tensor) -> float:
     return float(((values - exact) / exact.clamp(min=1e-300)).abs().max())
-
-
-def _root_error(series: Series) -> float:
-    """Return the error of interpolation in the roots, at correlation 1."""
-    one = torch.ones(1, dtype=torch.float64)
-    sums = [part[0] for part in series.sums(one)]
-    return _interpolation_error(torch.stack([series.means, *sums]))
-
-
-def _interpolation_error(values: Tensor) -> float:
-    """Return the relative error of interpolation of some functions, ``(function, root, root)``."""
-    transform = chebyshev_transform(values.shape[-1])
-    return max(remainder(transform @ part) for part in values)
-
-
-def _correlation_error(series: Series, axis: CorrelationAxis) -> float:
-    """Return the error of interpolation in the correlation."""
-    transform = chebyshev_transform(axis.count)
-    return max(remainder(transform @ part.flatten(1)) for part in series.sums(axis.nodes()))
-
-
-def _tabulate(series: Series, rho: Tensor) -> Sums:
-    """Return Chebyshev coefficients of the sums."""
-    coefficients = [expand(part) for part in series.sums(rho)]
-    return Sums(expand(series.means[None]), *coefficients)
-
-
-def _times_g(slopes: Tensor) -> Tensor:
-    r"""Return the coefficients of :math:`g \phi'(x g)`: d_n from c_n, one term fewer."""
-    count = len(slopes) - 1
-    n = torch.arange(count, dtype=slopes.dtype, device=slopes.device)
-    n = n.reshape(-1, *(1,) * (slopes.dim() - 1))
-    above = (n + 1).sqrt() * slopes[1:]
-    below = torch.cat([torch.zeros_like(slopes[:1]), n[1:].sqrt() * slopes[: count - 1]])
-    return above + below
-
-
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)
-def _grid(terms: int) -> tuple[Tensor, Tensor]:
-    """Return points g >= 0 and normal weights that resolve this many Hermite polynomials.
-
-    The point 0 stands for both signs and has half a weight. A polynomial of degree n oscillates
-    with frequency √n, which sets the step.
-    """
-    steps = math.ceil(_REACH * max(8.0, math.sqrt(terms)) / 1.25)
-    points = torch.linspace(0, _REACH, steps + 1, dtype=torch.float64, device="cpu")
-    weights = torch.exp(-(points**2) / 2) * (_REACH / steps / math.sqrt(2 * math.pi))
-    weights[0] /= 2
-    return points, weights
-
-
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)
-def _weighted_hermite(terms: int) -> Tensor:
-    """Return orthonormal Hermite polynomials times the weights of the grid, ``(n, point)``."""
-    points, weights = _grid(terms)
-    values = torch.empty(terms, len(points), dtype=torch.float64, device="cpu")
-    # Recurrence for h_n(g) exp(-g²/4), which does not overflow.
-    values[0] = torch.exp(-(points**2) / 4)
-    values[1] = points * values[0]
-    for n in range(1, terms - 1):
-        values[n + 1] = (points * values[n] - math.sqrt(n) * values[n - 1]) / math.sqrt(n + 1)
-    return values * (weights * torch.exp(points**2 / 4))
