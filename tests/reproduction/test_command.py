@@ -15,6 +15,7 @@ import pytest
 from filelock import FileLock
 from rich.console import Console
 
+from reproduction import claims
 from reproduction.progress import show_progress
 from tests.reproduction import problem
 
@@ -25,6 +26,7 @@ SMALL = "--epochs 1 --workers 0 --seeds 2 --members 1 2 4 --only p=0,0.9".split(
 @pytest.fixture(autouse=True)
 def no_data_folder(monkeypatch):
     monkeypatch.setenv("EMBENS_DATA", "/nowhere")
+    monkeypatch.setattr(claims, "BOOTSTRAP_SAMPLES", 10)
 
 
 def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
@@ -33,9 +35,9 @@ def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
     table = pandas.read_csv(folder / "table.csv")
     assert len(table) == 2 * (3 + 3 + 2) + 2 * 4  # fair lines have four rows a seed
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
-    claims = json.loads((folder / "claims.json").read_text())
+    judged = json.loads((folder / "claims.json").read_text())
     printed = " ".join(capsys.readouterr().out.split())
-    for claim in claims:
+    for claim in judged:
         assert claim["verdict"] in ("holds", "does not hold", "undecided")
         assert claim["statement"] in printed
         assert claim["paper"] in printed
