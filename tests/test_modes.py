@@ -33,3 +33,13 @@ def test_modes_are_restored_after_an_error():
     with pytest.raises(RuntimeError, match="inside"), evaluating(net):
         raise RuntimeError("inside")
     assert modes(net) == [True, True, True, False]
+
+
+def test_marking_a_function_does_not_change_it():
+    from embens.modes import constant_when_compiled
+
+    @constant_when_compiled
+    def answer() -> int:
+        return 42
+
+    assert answer() == 42

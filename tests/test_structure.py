@@ -17,7 +17,10 @@ from torch import nn
 WITHOUT_TESTS: set[str] = set()
 """Files of the source that have no test file of their name yet."""
 
-PRIVATE_READS = {("embens.graph.guards", "_version")}  # the version counter of torch's tensors
+PRIVATE_READS = {
+    ("embens.graph.guards", "_version"),
+    ("embens.graph.reading", "_autograd"),
+}  # of torch
 """Private names of other files that a file still reads."""
 
 LONG_BY_PROMISE = {

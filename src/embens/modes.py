@@ -1,9 +1,12 @@
-"""Training and evaluation mode of a module."""
+"""Training and evaluation mode of a module, and marks for torch.compile."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from torch import nn
+
+Function = TypeVar("Function", bound=Callable)
 
 
 @contextmanager
@@ -28,3 +31,16 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Mark a function whose result torch.compile takes as a constant.
+
+    This is what ``torch.compiler.assume_constant_result`` does, without importing the compiler,
+    which takes longer than importing torch.
+
+    Args:
+        function: a function or method.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens.graph.guards import PLAIN, STANDARD_ATTRIBUTES, snapshot
 from embens.graph.reading import copy_module
+from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, modulate
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class MergedExecutor:
         self._prepare_copies()
         return computed_tensors(self.ensemble.reference)
 
-    @torch.compiler.assume_constant_result
+    @constant_when_compiled
     def _prepare_copies(self) -> bool:
         """Make the copies again if the reference has other modules or hooks.
 

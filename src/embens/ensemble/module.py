@@ -27,6 +27,7 @@ from embens.graph.folding import Folded, fold, has_user_code
 from embens.graph.guards import Guard
 from embens.graph.reading import Flow, detached_state
 from embens.graph.rowwise import Unfoldable
+from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, PerMember, Site, find_layers
 from embens.trees import batch_size, gather
 
@@ -429,7 +430,7 @@ class EmbeddedEnsemble(nn.Module):
         self.foldings = [*self.foldings[1 - MOST_FOLDINGS :], folding]
         return folding
 
-    @torch.compiler.assume_constant_result
+    @constant_when_compiled
     def _folding_index(
         self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
     ) -> int:
