@@ -48,10 +48,10 @@ def test_what_is_measured_does_not_depend_on_the_clock(monkeypatch):
 @pytest.mark.parametrize(
     ("counts", "error", "message"),
     [
-        ({"samples": 0}, ValueError, "samples must be at least 1; got 0"),
-        ({"members": 2.0}, TypeError, "members must be a whole number; got 2.0"),
+        ({"samples": 0}, ValueError, "samples must be a positive integer, got 0"),
+        ({"members": 2.0}, TypeError, "members must be a positive integer, got 2.0"),
         ({"memory": float("nan")}, ValueError, "memory must be a number of bytes"),
-        ({"memory": "3"}, TypeError, "memory must be a number of bytes; got '3'"),
+        ({"memory": "3"}, TypeError, "memory must be a number of bytes, got '3'"),
     ],
 )
 def test_a_budget_that_is_no_count_is_refused(counts, error, message):
