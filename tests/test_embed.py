@@ -11,6 +11,7 @@ from torch import nn
 import embens
 from embens import laws
 from embens.graph.reading import read_flow
+from embens.graph.watching import watch_flow
 
 MEMBERS = 3
 
@@ -51,7 +52,7 @@ hidden_and_all = pytest.mark.parametrize("sites", ["hidden", "all"])
 @pytest.mark.parametrize("source", ["code", "example"])
 def test_first_and_last_layers_are_those_of_the_data_flow(case, source):
     reference, x = build(case)
-    flow = read_flow(reference, x if source == "example" else None)
+    flow = watch_flow(reference, x) if source == "example" else read_flow(reference)
     assert flow.first == case.first
     assert flow.last == case.last
     assert not flow.guesses

@@ -212,12 +212,12 @@ def _layer(name: str, module: nn.Module) -> Layer:
 
 def _is_mergeable(module: nn.Module, kind: LayerKind) -> bool:
     """Return whether a layer with scaled weights has scaled inputs and outputs."""
-    if getattr(module, "weight", None) is None or not kind.weight:
+    # Reading the weight would evaluate a parametrization, which may have side effects.
+    is_computed = parametrize.is_parametrized(module, "weight")
+    if not kind.weight or (module._parameters.get("weight") is None and not is_computed):
         return False
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return False  # rows are renormalised after scaling
-    if "weight" not in module._parameters and not parametrize.is_parametrized(module, "weight"):
-        return False  # a hook computes the weight at each call
     if not isinstance(module, (nn.Linear, _ConvNd, nn.Embedding)):
         return True  # registered with the order of its axes
     forward_class = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))

@@ -89,8 +89,8 @@ def test_a_law_of_the_user_is_loaded_if_its_class_is_defined(path, monkeypatch):
 
     embens.embed(mlp(), 2, pre=Halves(0.25)).save(path)
     assert Halves(0.25) in {s.law for s in embens.load(path, mlp()).spec.sites}
-    monkeypatch.setattr(laws, "known", dict)  # as in a process without the class
-    with pytest.raises(ValueError, match=r"'Halves' that is not known here.*import the module"):
+    monkeypatch.setattr(laws.law, "registered", dict)  # as in a process without the class
+    with pytest.raises(ValueError, match=r"unknown law 'Halves'.*import its module first"):
         embens.load(path, mlp())
 
 

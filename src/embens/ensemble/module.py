@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
+from embens.checks import check_choice
 from embens.ensemble.merged import MergedExecutor, copy_attributes
 from embens.graph.folding import Folded, fold, has_user_code
 from embens.graph.guards import Guard
@@ -272,7 +273,7 @@ class EmbeddedEnsemble(nn.Module):
 
     def _check_inputs(self, inputs: tuple, batch: str) -> None:
         if batch not in optim.BATCH_KINDS:
-            raise ValueError(f"batch must be one of {optim.BATCH_KINDS}, got {batch!r}.")
+            check_choice("batch", batch, optim.BATCH_KINDS)
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if not shapes:
             raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs.")
@@ -428,6 +429,8 @@ class EmbeddedEnsemble(nn.Module):
                 return folding
         folding = _Folding(self, ranks, constants, modes)
         self.foldings = [*self.foldings[1 - MOST_FOLDINGS :], folding]
+        if folding.folded is None and self._merged is None:
+            self._merged = MergedExecutor(self)  # torch.compile cannot build it
         return folding
 
     @constant_when_compiled
