@@ -13,8 +13,8 @@ ONE     := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=agg
 WORKERS ?= auto
 SPREAD  := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 # What needs the requirements alone, and a few libraries to compare with.
-CORE    := $(addprefix tests/,test_checks.py test_files.py test_laws.py test_networks.py \
-	test_objective.py test_prediction.py embedding ensemble metrics reading training)
+CORE    := $(addprefix tests/,laws graph ensemble test_checks.py test_embed.py test_families.py \
+	test_metrics.py test_networks.py test_optim.py test_prediction.py test_sites.py test_trees.py)
 PEERS   := pytest pytest-xdist jaxtyping beartype pandas scikit-learn torchmetrics
 
 .DEFAULT_GOAL := help

@@ -26,7 +26,7 @@ assert embens.__version__
 """
 EXTRAS = {
     "": "",
-    "plot": "embens.diagnose(ensemble, x, y).plot('d.png')",
+    "plot": "import matplotlib",
     "theory": f"assert embens.theory.kernels({LIMIT}",
     "onnx": "ensemble.to_onnx('e.onnx', x)",
     "tabular": "from embens.tabular import EmbeddedEnsembleClassifier as E\n"
