@@ -70,7 +70,9 @@ def snapshot(value: Any, seen: set[int]) -> Any:
             items.append((snapshot(key, seen), snapshot(item, seen)))
         return type(value), tuple(items)
     if hasattr(value, "__dict__"):
-        return Same(value), snapshot(vars(value), seen)
+        # Only plain attributes: an object may lead to everything else in the process.
+        plain = {key: item for key, item in vars(value).items() if isinstance(item, PLAIN)}
+        return Same(value), tuple(plain.items())
     return Same(value)
 
 
