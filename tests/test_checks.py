@@ -14,11 +14,11 @@ from embens.checks import (
     check_whole,
     closest,
     find_gaps,
-    gradient_factor,
     name_rows,
     short_repr,
     suggest,
 )
+from embens.optim import gradient_factor
 
 
 class TestCheckWhole:

@@ -19,8 +19,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 T = TypeVar("T")
 
-Gamma = float | int | Callable[[int], float] | None
-
 MAX_CANDIDATES = 20  # candidates listed in an error message
 MAX_ROWS = 10  # row indices listed in an error message
 
@@ -282,33 +280,6 @@ def name_rows(flags: Tensor) -> str:
     if len(indices) > MAX_ROWS:
         text += f" and {len(indices) - MAX_ROWS} more"
     return text
-
-
-def gradient_factor(gamma: Gamma, members: int, natural: float) -> float:
-    r"""Return :math:`\gamma(M) / M`, the factor of the shared learning rate.
-
-    Args:
-        gamma: a number, a function of the number of members, or None for ``natural``.
-        members: the number of members :math:`M`.
-        natural: the value of :math:`\gamma` if ``gamma`` is None.
-
-    Returns:
-        The factor, at least 0.
-
-    Example:
-        >>> gradient_factor(2.0, members=8, natural=1.0)
-        0.25
-    """
-    value = gamma
-    if gamma is None:
-        value = natural
-    elif callable(gamma):
-        value = gamma(members)
-    if not isinstance(value, Real | Tensor):
-        raise TypeError(
-            f"gamma must be a number, a function of the number of members, or None, got {gamma!r}."
-        )
-    return check_number("gamma", value, "finite and not negative", lambda g: g >= 0) / members
 
 
 def short_repr(self: Any) -> str:

@@ -6,7 +6,6 @@ weights are kept.
 
 import copy
 import fnmatch
-import operator
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embens.checks import check_choice, closest
+from embens.checks import check_choice, check_members, closest
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.graph.reading import Flow, detached_state, read_flow
 from embens.graph.watching import watch_flow
@@ -124,9 +123,9 @@ class Source:
 
     def __init__(self, reference: nn.Module, members: int, example_input: Any = None):
         check_module(reference)
-        check_members(members)
         self.reference = reference
-        self.members = operator.index(members)
+        is_valid = type(members) is int and members > 0
+        self.members = members if is_valid else check_members(members)
         self.layers = find_layers(reference)
         if not self.layers:
             raise ValueError(
@@ -686,14 +685,6 @@ def check_module(reference: Any) -> None:
             raise ValueError(
                 f"the parameter {name!r} has no shape yet. Call the reference once on a batch."
             )
-
-
-def check_members(members: Any) -> None:
-    """Raise if a number of members is not a positive integer."""
-    if isinstance(members, bool) or not hasattr(members, "__index__"):
-        raise TypeError(f"members must be a positive integer, got {members!r}.")
-    if members < 1:
-        raise ValueError(f"members must be a positive integer, got {members}.")
 
 
 def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from embens import laws
-from embens.checks import check_choice
+from embens.checks import check_choice, check_members
 from embens.embed import (
     Initialise,
     Sites,
     Source,
     build,
-    check_members,
     check_module,
     embed,
     tensor_names,
@@ -301,7 +300,7 @@ def independent(
         []
     """
     check_module(reference)
-    check_members(members)
+    members = check_members(members)
     if not any(True for _ in reference.parameters()):
         raise ValueError("the reference has no parameters, so its members could not differ.")
     per_member = []

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embens import theory
-from embens.checks import Gamma, gradient_factor
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite import findings
 from embens.finite.arguments import Criterion, as_classes, check_measurement
@@ -27,6 +26,7 @@ from embens.finite.measurement import (
     measure,
     suggest_rates,
 )
+from embens.optim import Gamma, gradient_factor
 from embens.theory import Regime, RegimeReport
 from embens.theory.regime import Structure, are_equal
 

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embens.checks import Gamma, check_choice, check_whole, gradient_factor, short_repr
+from embens.checks import check_choice, check_whole, short_repr
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.arguments import Inputs, as_inputs, check_measurement
 from embens.finite.grams import SampleGradients, contract
 from embens.finite.recording import Recorder, Recording, Samples
 from embens.finite.values import with_fixed_masks
+from embens.optim import Gamma, gradient_factor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

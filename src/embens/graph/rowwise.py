@@ -173,9 +173,7 @@ def _infer_size(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     value = args[0]
     if value.domain is Domain.CONSTANT or name in ("dim", "ndimension"):
         return OTHER
-    if name == "len":
-        return Value(value.domain, None, "rows")
-    if name == "numel":
+    if name in ("len", "numel"):
         return Value(value.domain, None, "rows")
     axis = args[1] if len(args) > 1 else kwargs.get("dim")
     if axis is None:
@@ -542,10 +540,6 @@ def _infer_image(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     return value
 
 
-def _infer_reshape_data(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
-    return _infer_reshape(name, args, kwargs)
-
-
 _RULES: dict[str, Any] = {
     "cat": _infer_join,
     "concat": _infer_join,
@@ -574,10 +568,10 @@ _RULES: dict[str, Any] = {
     "interpolate": _infer_image,
     "pixel_shuffle": _infer_image,
     "pixel_unshuffle": _infer_image,
-    "view": _infer_reshape_data,
-    "reshape": _infer_reshape_data,
-    "expand": _infer_reshape_data,
-    "repeat": _infer_reshape_data,
+    "view": _infer_reshape,
+    "reshape": _infer_reshape,
+    "expand": _infer_reshape,
+    "repeat": _infer_reshape,
     **dict.fromkeys(REDUCING, _infer_reduction),
     **dict.fromkeys(ALONG_AXIS, _infer_along_axis),
 }

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from embens import metrics
-from embens.checks import Gamma, check_whole
+from embens.checks import check_whole
+from embens.optim import Gamma
 from embens.theory.dynamics import GradientFlow
 from embens.theory.kernel import Kernels, MemberKernel
 from embens.theory.problem import Problem

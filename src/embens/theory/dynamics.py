@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from embens.checks import Gamma, check_number
+from embens.checks import check_number
+from embens.optim import Gamma
 from embens.theory.eigenmode import Mode
 from embens.theory.kernel import Kernels, MemberKernel, check_rates
 from embens.theory.problem import Problem, check_targets, draw_members

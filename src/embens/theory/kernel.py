@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.checks import Gamma, check_members, check_number, short_repr
+from embens.checks import check_members, check_number, short_repr
+from embens.optim import Gamma
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from embens.checks import Gamma, check_members
+from embens.checks import check_members
+from embens.optim import Gamma
 from embens.theory.kernel import Kernels, MemberKernel, check_rates, resolve_gamma
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from embens.checks import Gamma, check_number, closest, gradient_factor
+from embens.checks import check_number, closest
 from embens.ensemble import EmbeddedEnsemble
 from embens.files import write_atomically
+from embens.optim import Gamma, gradient_factor
 
 if TYPE_CHECKING:
     from embens.training.history import History

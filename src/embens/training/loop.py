@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from embens.checks import Gamma, check_whole, suggest
+from embens.checks import check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
 from embens.modes import evaluating
+from embens.optim import Gamma
 from embens.training import processes
 from embens.training.batches import AnySource, Minibatch, batches_of
 from embens.training.callbacks import Callback, as_callbacks
