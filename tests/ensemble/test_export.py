@@ -71,7 +71,7 @@ BATCHED = [n for n in BUILD if n not in ("unbatched conv", "encoder layer, time 
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("transformer", "batch_ensemble"), ("residual", "independent")]
+    [("attention by hand", "batch_ensemble"), ("conv1d", "independent")]
     + [pytest.param(n, f, marks=LONG) for n in BATCHED for f in FAMILIES],
 )
 def test_an_ensemble_is_one_file_for_any_number_of_rows(name, family, tmp_path):

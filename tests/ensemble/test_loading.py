@@ -33,3 +33,32 @@ def test_values_without_shared_weights_need_the_same_reference(tmp_path):
     ensemble.save(tmp_path / "ensemble.safetensors", shared=False)
     with pytest.raises(Refused, match="other weights"):
         embens.load(tmp_path / "ensemble.safetensors", perceptron())
+
+
+def mlp(device="cpu"):
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+MAKERS = {
+    "batch_ensemble": embens.batch_ensemble,
+    "own": lambda reference, members: embens.embed(reference, members, own="last"),
+    "low_rank": lambda reference, members: embens.low_rank(reference, members, rank=2),
+    "independent": embens.independent,
+}
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_a_reference_without_memory_gets_its_weights_from_the_file(family, tmp_path):
+    ensemble = MAKERS[family](mlp(), 3).eval()
+    ensemble.save(tmp_path / "e.safetensors")
+    loaded = embens.load(tmp_path / "e.safetensors", mlp("meta")).eval()
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(loaded(x), ensemble(x))
+
+
+def test_low_rank_factors_of_other_shapes_are_refused(tmp_path):
+    embens.low_rank(mlp(), 3, rank=2).save(tmp_path / "e.safetensors")
+    wider = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    with pytest.raises(Refused, match=r"'0.right' has shape \(3, 2, 4\)"):
+        embens.load(tmp_path / "e.safetensors", wider)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ARCHITECTURES, FAMILIES, Residual, Tokens
+from cases import ARCHITECTURES, FAMILIES, Residual, Tokens, sampled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +37,7 @@ def text() -> tuple[nn.Module, torch.Tensor]:
 
 
 every_input = pytest.mark.parametrize("make", [tabular, vision, text])
-every_family = pytest.mark.parametrize("family", FAMILIES)
+sampled_families = sampled("make, family", [tabular, vision, text], list(FAMILIES))
 quiet_compiler = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
@@ -60,8 +60,7 @@ def assert_same(left, right, tolerance: float = 1e-5) -> None:
 # State, copies, types
 
 
-@every_input
-@every_family
+@sampled_families
 def test_a_state_dict_can_be_loaded_into_another_ensemble(make, family):
     reference, x = make()
     first = FAMILIES[family](reference, members=3)
@@ -82,8 +81,7 @@ def test_a_plain_dictionary_of_tensors_is_a_state():
         second.load_state_dict({**first.state_dict(), "other": torch.zeros(1)})
 
 
-@every_input
-@every_family
+@sampled_families
 def test_copies_and_pickles_are_equal_and_separate(make, family):
     ensemble, x = build(make, family)
     ensemble.eval()
@@ -100,8 +98,7 @@ def test_copies_and_pickles_are_equal_and_separate(make, family):
         assert all(p.grad is None for p in ensemble.parameters())
 
 
-@every_input
-@every_family
+@sampled_families
 def test_types_and_devices_apply_to_everything(make, family):
     ensemble, x = build(make, family)
     expected = ensemble.eval()(x)
@@ -115,8 +112,7 @@ def test_types_and_devices_apply_to_everything(make, family):
     assert meta(x.to("meta")).shape == expected.shape
 
 
-@every_input
-@every_family
+@sampled_families
 def test_autocast_gives_the_type_that_the_reference_gives(make, family):
     reference, x = make()
     ensemble = FAMILIES[family](reference, members=3).eval()
@@ -195,8 +191,7 @@ def test_parameters_that_the_reference_does_not_train_stay_fixed():
 # Transformations of torch
 
 
-@every_input
-@every_family
+@sampled_families
 def test_functional_call_uses_the_tensors_it_is_given(make, family):
     reference, x = make()
     ensemble = FAMILIES[family](reference, members=3).eval()
@@ -230,14 +225,19 @@ def test_an_ensemble_can_be_checkpointed_as_a_whole(make, reentrant):
     assert_same(plain, gradients(ensemble, run_checkpointed))
 
 
-COMPILED = [(tabular, family) for family in FAMILIES]
-COMPILED += [(vision, "batch ensemble"), (vision, "own last layers"), (vision, "independent")]
+COMPILED = [(vision, "batch ensemble"), (vision, "own last layers"), (vision, "independent")]
 COMPILED += [(text, "batch ensemble"), (text, "last-layer dropout"), (text, "lora")]
+COMPILED += [(tabular, family) for family in FAMILIES]
+SHORT = [COMPILED[0], *((tabular, f) for f in ("batch ensemble", "own last layers", "lora"))]
+every_compiled = pytest.mark.parametrize(
+    ("make", "family"),
+    [pair if pair in SHORT else pytest.param(*pair, marks=pytest.mark.long) for pair in COMPILED],
+)
 
 
 @quiet_compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at merged weights
-@pytest.mark.parametrize(("make", "family"), COMPILED)
+@every_compiled
 def test_the_whole_graph_compiles_forward_and_backward(make, family):
     torch._dynamo.reset()
     ensemble, x = build(make, family)
@@ -262,7 +262,7 @@ def test_the_default_compiler_gives_the_same_gradients():
 
 
 @quiet_compiler
-@pytest.mark.parametrize(("make", "family"), COMPILED)
+@every_compiled
 def test_an_ensemble_can_be_exported_and_stays_as_it_was(make, family):
     ensemble, x = build(make, family)
     ensemble.eval()
@@ -564,11 +564,8 @@ def test_negative_indices_count_from_the_end():
     assert torch.equal(ensemble.member(-1)(x), ensemble.member(2)(x))
 
 
-@pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
-@every_family
+@sampled("case, family", ARCHITECTURES, list(FAMILIES))
 def test_a_member_has_the_classes_of_the_reference_and_shares_no_tensor(case, family):
-    if case.name == "recurrent" and family in ("low rank", "lora"):
-        pytest.skip("recurrent layers have no low-rank members")
     reference = case.build()
     ensemble = FAMILIES[family](reference, members=2)
     member = ensemble.member(0)
@@ -578,8 +575,7 @@ def test_a_member_has_the_classes_of_the_reference_and_shares_no_tensor(case, fa
     assert not pointers & {tensor.data_ptr() for tensor in member.state_dict().values()}
 
 
-@every_input
-@every_family
+@sampled_families
 def test_a_subset_has_the_members_that_were_asked_for(make, family, tmp_path):
     ensemble, x = build(make, family)
     ensemble(x)  # gives members different running statistics
@@ -737,3 +733,109 @@ def test_the_repr_names_family_members_parameters_and_executor():
     representation = repr(ensemble)
     for part in ("batch_ensemble", "members=3", "shared parameters=122", "runs folded"):
         assert part in representation
+
+
+# Arguments of the reference that are called batch or chunk
+
+
+class Graphs(nn.Module):
+    """Adds up the nodes of each graph, as networks for graphs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x, batch, chunk=None):
+        sums = torch.zeros(3, 8).index_add(0, batch, torch.tanh(self.first(x)))
+        return self.last(sums) * (1 if chunk is None else chunk)
+
+
+def test_arguments_of_the_reference_may_have_the_names_of_the_ensemble():
+    x, graph, scale = torch.randn(5, 4), torch.tensor([0, 0, 1, 2, 2]), torch.tensor(2.0)
+    ensemble = embens.batch_ensemble(Graphs(), 2, example_input=(x, graph))
+    expected = torch.stack([ensemble.member(a)(x, graph) for a in range(2)])
+    torch.testing.assert_close(ensemble(x, graph), expected)
+    torch.testing.assert_close(ensemble(x, batch=graph), expected)
+    torch.testing.assert_close(ensemble(x=x, batch=graph), expected)
+    torch.testing.assert_close(ensemble(x, batch=graph, chunk=scale), 2 * expected)
+    torch.testing.assert_close(ensemble(x, graph, scale), 2 * expected)
+    inputs = {"x": x, "batch": graph}
+    torch.testing.assert_close(embens.predict(ensemble, inputs).members, expected.detach())
+    ensemble.backward(inputs, torch.tensor([0, 1, 1]))
+    with pytest.raises(TypeError, match="chunk=2 may be meant for the ensemble or for the ref"):
+        ensemble(x, graph, chunk=2)
+
+
+def test_keyword_only_arguments_with_the_names_of_the_ensemble_are_refused():
+    class Named(Graphs):
+        def forward(self, x, *, batch):
+            return super().forward(x, batch)
+
+    with pytest.raises(ValueError, match=r"keyword-only argument 'batch'.*by position"):
+        embens.batch_ensemble(Named(), 2)
+
+
+def fresh(seed, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3))
+    generator = torch.Generator().manual_seed(seed)
+    return embens.mc_dropout(net, 3, generator=generator, **options)
+
+
+def test_fresh_masks_are_those_of_the_generator():
+    x = torch.ones(2, 4)
+    first, second, third = fresh(0), fresh(0), fresh(1)
+    for _ in range(2):
+        outputs = first(x)
+        torch.rand(5)  # the global generator does not matter
+        assert torch.equal(second(x), outputs)
+        assert not torch.equal(third(x), outputs)
+    assert not torch.equal(first(x), outputs)
+
+
+def test_copies_continue_with_the_same_masks(tmp_path):
+    x, ensemble = torch.ones(2, 4), fresh(0)
+    ensemble(x)
+    ensemble.save(tmp_path / "e.safetensors")
+    copies = [
+        copy.deepcopy(ensemble),
+        pickle.loads(pickle.dumps(ensemble)),
+        ensemble.subset([0, 1, 2]),
+        embens.load(tmp_path / "e.safetensors", ensemble.reference),
+    ]
+    expected = ensemble(x)
+    for copied in copies:
+        assert torch.equal(copied(x), expected)
+
+
+def test_a_default_chunk_counts_the_rows_of_one_member(monkeypatch):
+    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    ensemble, x = embens.batch_ensemble(net, 8), torch.randn(512, 4)
+    sizes = []
+    chunks = embens.EmbeddedEnsemble._chunks
+
+    def record(self, folded, arguments, chunk):
+        sizes.append(chunks(self, folded, arguments, chunk))
+        return sizes[-1]
+
+    monkeypatch.setattr(embens.EmbeddedEnsemble, "_chunks", record)
+    ensemble(x)
+    ensemble(x.expand(8, 512, 4), batch="own")
+    assert sizes[0] == sizes[1]
+
+
+def test_printing_before_the_first_call_traces_once(monkeypatch):
+    traces = []
+    trace = torch.fx.Tracer.trace
+
+    def count(self, *args, **kwargs):
+        traces.append(1)
+        return trace(self, *args, **kwargs)
+
+    ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), 3)
+    monkeypatch.setattr(torch.fx.Tracer, "trace", count)
+    assert repr(ensemble) == repr(ensemble)
+    assert len(traces) == 1
+    ensemble.eval()
+    repr(ensemble)
+    assert len(traces) == 2

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import ARCHITECTURES, FAMILIES, Residual
+from cases import ARCHITECTURES, FAMILIES, Residual, sampled
 from safetensors.torch import save_file
 from torch import nn
 
@@ -45,11 +45,8 @@ def path(tmp_path):
     return tmp_path / "ensemble.safetensors"
 
 
-@pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("family", SAVED)
+@sampled("case, family", ARCHITECTURES, list(SAVED))
 def test_a_loaded_ensemble_is_the_saved_one(case, family, path):
-    if case.name == "recurrent" and family in ("low rank", "lora"):
-        pytest.skip("recurrent layers have no low-rank members")
     reference, x = case.build(), case.inputs(torch.Generator().manual_seed(0))
     ensemble = SAVED[family](reference, members=3).eval()
     with torch.no_grad():
@@ -173,7 +170,7 @@ def test_an_invalid_header_raises_before_anything_is_built(path, change):
 
 def test_more_members_than_the_file_holds_raise_before_memory_is_allocated(path):
     embens.independent(mlp(), 3).save(path)
-    edit(path, lambda spec: spec.update(members=10**9))
+    edit(path, lambda spec: spec.update(members=10**6))
     with pytest.raises(Refused, match="header and tensors disagree"):
         embens.load(path, mlp())
 
@@ -347,7 +344,7 @@ def test_trained_shared_weights_do_not_fit_the_untrained_reference(path):
     ensemble.save(path, shared=False)
     with pytest.raises(ValueError, match=r"other weights \('reference.*save the whole ensemble"):
         embens.load(path, reference)
-    with pytest.raises(ValueError, match="other weights"):
+    with pytest.raises(ValueError, match=r"reference.to\(torch.float32\)"):
         embens.load(path, mlp().double())
     with pytest.raises(ValueError, match="the reference has no module"):
         embens.load(path, nn.Sequential(nn.Linear(3, 6)))
@@ -368,7 +365,7 @@ def test_invalid_fingerprints_raise(path, change):
     header, tensors = read_tensors(path, saving.FORMAT)
     change(header)
     write_tensors(path, saving.FORMAT, header, tensors)
-    with pytest.raises(ValueError, match=r"weights|read|no tensor"):
+    with pytest.raises(ValueError, match=r"weights|header.shared must be|no tensor"):
         embens.load(path, reference)
 
 

@@ -1,11 +1,24 @@
 """What a traced graph depends on besides its inputs."""
 
+import os
+import threading
+import time
+import types
+
 import pytest
+import torch
 from torch import nn
 
-from embens.graph.guards import Guard, attributes_of, random_state, snapshot
+from embens.graph.guards import Guard, Unwatchable
 
 SCALE = 1.0
+LOCAL = threading.local()
+
+
+def count_calls(x):
+    global SCALE
+    SCALE += 1
+    return x * SCALE
 
 
 class Scaled(nn.Module):
@@ -16,8 +29,13 @@ class Scaled(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.factors = [1.0, 2.0]
         self.factor = 1.0
+        self.options = types.SimpleNamespace(scale=1.0, inner=types.SimpleNamespace(scale=1.0))
+        self.run = torch.tanh
 
     def forward(self, x):
+        x = self.run(x) * self.options.scale * self.options.inner.scale
+        x = x * (self.options.late if hasattr(self.options, "late") else 1.0)
+        self.result = x
         return self.layer(x) * self.factor * self.factors[0] * SCALE + self.offset
 
 
@@ -28,18 +46,50 @@ def test_a_guard_holds_while_nothing_changes():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda module: setattr(module, "factor", 2.0),
         lambda module: module.factors.append(3.0),
-        lambda module: module.eval(),
-        lambda module: setattr(module, "layer", nn.Linear(2, 2)),
-        lambda module: module.layer.register_forward_hook(lambda *_: None),
+        lambda module: setattr(module.options, "scale", 2.0),
+        lambda module: setattr(module.options.inner, "scale", 2.0),
+        lambda module: setattr(module.options, "late", 2.0),
     ],
 )
-def test_a_guard_notices_changes_of_the_module(change):
+def test_a_guard_notices_changes_of_objects_in_attributes(change):
     module = Scaled()
     guard = Guard(module)
     change(module)
     assert not guard.holds()
+
+
+def test_a_guard_ignores_what_the_code_never_names():
+    module = Scaled()
+    module.unused = [1.0]
+    module.handle = open  # a function that the code does not call
+    guard = Guard(module)
+    module.unused.append(2.0)
+    assert guard.holds()
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda x: x * float(os.environ.get("SCALE", 1)), "uses the module 'os'"),
+        (lambda x: x * time.time(), "uses the module 'time'"),
+        (lambda x: x * globals()["SCALE"], "calls 'globals'"),
+        (count_calls, "changes the global variable 'SCALE'"),
+        (lambda x: x * LOCAL.value, "uses the module '_thread'"),
+    ],
+)
+def test_code_that_depends_on_the_world_is_unwatchable(run, reason):
+    module = Scaled()
+    module.run = run
+    with pytest.raises(Unwatchable, match=reason):
+        Guard(module)
+
+
+def test_a_guard_knows_which_attributes_are_read():
+    guard = Guard(Scaled())
+    guard.refuse_reading(["result"])
+    with pytest.raises(Unwatchable, match="has changed 'factor'"):
+        guard.refuse_reading(["result", "factor"])
 
 
 def test_a_guard_notices_global_and_class_variables(monkeypatch):
@@ -49,25 +99,3 @@ def test_a_guard_notices_global_and_class_variables(monkeypatch):
     guard = Guard(Scaled())
     monkeypatch.setattr(Scaled, "offset", 1.0)
     assert not guard.holds()
-
-
-def test_snapshots_compare_contents_of_containers():
-    values = {"a": [1, 2]}
-    before = snapshot(values, set())
-    assert snapshot(values, set()) == before
-    values["a"].append(3)
-    assert snapshot(values, set()) != before
-
-
-def test_attributes_include_buffers_and_parameters():
-    names = attributes_of(Scaled())
-    assert {"factor", "factors", "layer", "layer.weight"} <= set(names)
-
-
-def test_random_state_changes_with_every_draw():
-    import torch
-
-    before = random_state()
-    assert random_state() == before
-    torch.rand(1)
-    assert random_state() != before

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from embens.graph.rowwise import Domain, Unfoldable, Value, infer
+from embens.graph.domains import Domain, Unfoldable, Value
+from embens.graph.rowwise import infer
 
 BATCH = Value(Domain.SHARED, 3)
 X = torch.rand(4, 6, 6) + 0.1
@@ -53,6 +54,8 @@ MIXING = [
     ("einsum", ("bij->ij",)),
     ("add", (Value(Domain.CONSTANT, 3),)),
     ("add", (Value(Domain.SHARED, 2),)),
+    ("mean", (-4,)),
+    ("linear", (Value(Domain.CONSTANT, 2), Value(Domain.SHARED, 1))),
 ]
 
 
@@ -75,6 +78,11 @@ def test_operations_that_may_mix_rows_are_refused(name, arguments):
         infer(name, [BATCH, *arguments], {})
 
 
+def test_axes_are_kept_by_both_names():
+    assert infer("mean", [BATCH, 1], {"keepdim": True}).rank == 3
+    assert infer("mean", [BATCH, 1], {"keepdims": True}).rank == 3
+
+
 def test_the_result_belongs_to_members_if_an_argument_does():
     value = infer("add", [BATCH, Value(Domain.MEMBER, 3)], {})
     assert value.domain is Domain.MEMBER
@@ -82,12 +90,3 @@ def test_the_result_belongs_to_members_if_an_argument_does():
 
 def test_a_constant_of_one_row_meets_every_row():
     assert infer("add", [BATCH, Value(Domain.CONSTANT, 3, leading=1)], {}) == BATCH
-
-
-def test_sizes_of_the_batch_are_numbers_of_rows():
-    assert infer("size", [BATCH, 0], {}).kind == "rows"
-    assert infer("size", [BATCH, 1], {}).kind == "other"
-    rows = infer("size", [BATCH, 0], {})
-    assert infer("view", [BATCH, rows, 36], {}) == Value(Domain.SHARED, 2)
-    with pytest.raises(Unfoldable, match="number of samples"):
-        infer("truediv", [BATCH, rows], {})

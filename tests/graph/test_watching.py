@@ -53,3 +53,36 @@ def test_watching_changes_neither_the_reference_nor_the_random_numbers():
     assert torch.equal(torch.get_rng_state(), random_state)
     for name, tensor in reference.state_dict().items():
         assert torch.equal(tensor, state[name])
+
+
+class Transposing(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.read = read
+
+    def forward(self, x):
+        return self.b(self.read(torch.tanh(self.a(x))))
+
+
+def assign_data(x):
+    y = torch.zeros_like(x)
+    y.data = x
+    return y
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.mT.mT,
+        lambda x: x.T.T,
+        lambda x: x.H.H,
+        lambda x: x.data,
+        lambda x: x.real,
+        assign_data,
+    ],
+)
+def test_values_are_followed_through_properties(read):
+    flow = watch_flow(Transposing(read), torch.randn(3, 3))
+    assert flow.upstream == {"a": set(), "b": {"a"}}
+    assert (flow.first, flow.last) == ({"a"}, {"b"})

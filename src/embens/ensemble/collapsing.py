@@ -35,9 +35,9 @@ def collapse(ensemble: "EmbeddedEnsemble", example_input: Any = None) -> nn.Modu
         means: dict[str, Tensor] = {}
         values = ensemble.sample_values()
         for a in range(ensemble.members):
-            chosen = {name: stack.detach()[a] for name, stack in values.items()}
+            member_values = {name: stack.detach()[a] for name, stack in values.items()}
             tensors = member_tensors(
-                ensemble.reference, ensemble.layers, ensemble.spec, chosen, computed
+                ensemble.reference, ensemble.layers, ensemble.spec, member_values, computed
             )
             for name, tensor in tensors.items():
                 means[name] = means.get(name, 0) + tensor / ensemble.members

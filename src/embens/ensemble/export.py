@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from embens.files import write_atomically
+from embens.files import check_output, write_atomically
 from embens.modes import evaluating
 from embens.sites import EnsembleSpec
 
@@ -53,14 +53,13 @@ def to_onnx(
         a dictionary.
 
     Raises:
+        OSError: if no file can be written there, for example because it is a folder.
         ValueError: if the network cannot be exported.
     """
     for library in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(library) is None:
             raise ModuleNotFoundError(f"to_onnx needs {library}: pip install 'embens[onnx]'")
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {str(path.parent)!r} does not exist.")
+    check_output(path)
     ensembles: list[Any] = [part for part in network.modules() if _is_ensemble(part)]
     for ensemble in ensembles:
         if any(site.fresh for site in ensemble.spec.sites):
@@ -68,7 +67,7 @@ def to_onnx(
                 "modulations that are drawn at each pass cannot be exported: a file would keep one "
                 "draw. Use fresh=False for fixed masks."
             )
-    return _export(network, path, example, notes or {}, ensembles)
+    return _export(network, Path(path), example, notes or {}, ensembles)
 
 
 def _is_ensemble(module: nn.Module) -> bool:

@@ -1,18 +1,20 @@
 """Reading ensembles from files; :mod:`embens.ensemble.saving` writes them."""
 
-import copy
 import os
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
+from embens.checks import warn
+from embens.ensemble.header import read_spec
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.ensemble.saving import FILE, FORMAT, fingerprints, shared_tensors
+from embens.fields import FIX, Fields
 from embens.files import Refused, read_tensors, refusing
-from embens.graph.reading import detached_state
-from embens.sites import EnsembleSpec
+from embens.graph.reading import copy_reference
+from embens.sites import EnsembleSpec, find_layers
 
 
 def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble:
@@ -46,17 +48,24 @@ def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble
         path = path / FILE
     header, tensors = read_tensors(path, FORMAT)
     with refusing(path):
-        spec = EnsembleSpec.from_dict(header["spec"])
+        fields = Fields(header, f"{path.name}: header", ["format", "version", "spec"], ["shared"])
+        spec = read_spec(fields.get("spec"), f"{path.name}: spec")
         spec.check_reference(reference)
         values = _stacks(path.name, spec, reference, tensors)
-        copied = copy.deepcopy(reference, detached_state(reference))
+        copied = copy_reference(reference)
         ensemble = EmbeddedEnsemble(copied, spec, values)
+        if "generator_state" in tensors:
+            generator = torch.Generator()
+            generator.set_state(tensors["generator_state"])  # raises if it is not a state
+            ensemble.generator_state = generator.get_state()
         if "shared" in header:
             parameters = shared_tensors(ensemble)
-            _check_shared(path.name, header["shared"], parameters)
+            _check_shared(path.name, fields.fields("shared"), parameters)
             tensors = {**parameters, **tensors}
         _check_tensors(path.name, tensors, ensemble.state_dict())
-        ensemble.load_state_dict(tensors)
+        # A reference without memory gets its weights from the file.
+        is_meta = any(parameter.is_meta for parameter in reference.parameters())
+        ensemble.load_state_dict(tensors, assign=is_meta)
     return ensemble
 
 
@@ -65,16 +74,25 @@ def _stacks(
 ) -> dict[str, Tensor]:
     """Return the members' values of a file, as parameters or buffers."""
 
-    def stack(key: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    def stack(key: str, shape: tuple[int, ...], example: Tensor) -> Tensor:
         tensor = tensors.get("individual." + key.replace(".", "/"))
         if tensor is None:
-            raise Refused(f"{name}: the tensor {key!r} is missing.")
-        if len(tensor) != spec.members or (shape is not None and tuple(tensor.shape[1:]) != shape):
+            raise Refused(f"{name}: the tensor {key!r} is missing. {FIX}")
+        expected = (spec.members, *shape)
+        if tuple(tensor.shape) != expected:
             raise Refused(
-                f"{name}: header and tensors disagree: {key!r} has shape {tuple(tensor.shape)} for "
-                f"{spec.members} members."
+                f"{name}: header and tensors disagree: {key!r} has shape {tuple(tensor.shape)}, "
+                f"{spec.members} members of this reference need {expected}. Pass the architecture "
+                "that was saved; if it is the same, the file is damaged."
             )
-        return tensor
+        if tensor.dtype != example.dtype:
+            raise Refused(_describe_difference(name, key, tensor, expected, example.dtype))
+        return tensor if example.is_meta else tensor.to(example.device)
+
+    layers = find_layers(reference)
+
+    def example_of(layer_name: str) -> Tensor:
+        return next(reference.get_submodule(layers[layer_name].module).parameters())
 
     # The order is that of embens.embed.build, so that optimizers find their parameters.
     values: dict[str, Tensor] = {}
@@ -83,7 +101,7 @@ def _stacks(
         for tensor_name in item.tensors:
             key = f"{item.module}.{tensor_name}".lstrip(".")
             original = getattr(reference.get_submodule(item.module), tensor_name)
-            tensor = stack(key, tuple(original.shape))
+            tensor = stack(key, tuple(original.shape), original)
             if isinstance(original, nn.Parameter):
                 if id(original) not in tied:
                     tied[id(original)] = nn.Parameter(tensor, original.requires_grad)
@@ -91,18 +109,34 @@ def _stacks(
             values[key] = tensor
     for site in spec.sites:
         if not site.fresh:
-            tensor = stack(site.key, (site.size,))
+            tensor = stack(site.key, (site.size,), example_of(site.layer))
             values[site.key] = nn.Parameter(tensor) if site.trainable else tensor
     for low_rank in spec.low_rank:
-        for part in ("left", "right"):
+        layer = layers[low_rank.layer]
+        rows, columns = layer.matrix(reference.get_submodule(layer.module)).shape
+        shapes = {"left": (rows, low_rank.rank), "right": (low_rank.rank, columns)}
+        for part, shape in shapes.items():
             key = f"{low_rank.layer}.{part}"
-            values[key] = nn.Parameter(stack(key))
+            tensor = stack(key, shape, example_of(low_rank.layer))
+            values[key] = nn.Parameter(tensor)
     return values
 
 
-def _check_shared(name: str, expected: dict[str, str], parameters: Mapping[str, Tensor]) -> None:
+def _describe_difference(
+    name: str, key: str, saved: Tensor, shape: Sequence[int], dtype: torch.dtype
+) -> str:
+    """Return the error for a tensor that does not fit the reference."""
+    return (
+        f"{name}: {key!r} has shape {tuple(saved.shape)} and {saved.dtype}, the reference has "
+        f"{tuple(shape)} and {dtype}. Pass the architecture that was saved, as "
+        f"reference.to({saved.dtype})."
+    )
+
+
+def _check_shared(name: str, expected: Fields, parameters: Mapping[str, Tensor]) -> None:
     """Raise if a reference has other weights than the file was saved for."""
-    different = set(expected.items()) ^ set(fingerprints(parameters).items())
+    saved = {key: expected.text(key) for key in expected.values}
+    different = set(saved.items()) ^ set(fingerprints(parameters).items())
     if different:
         first = min(different)[0]
         raise Refused(
@@ -124,11 +158,7 @@ def _check_tensors(
     for key, tensor in expected.items():
         saved = tensors[key]
         if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-            raise Refused(
-                f"{name}: {key!r} has shape {tuple(saved.shape)} and {saved.dtype}, the reference "
-                f"has {tuple(tensor.shape)} and {tensor.dtype}. Pass the architecture that was "
-                f"saved, as reference.to({saved.dtype})."
-            )
+            raise Refused(_describe_difference(name, key, saved, tensor.shape, tensor.dtype))
     with_nan = [key for key, tensor in tensors.items() if tensor.isnan().any()]
     if with_nan:
-        warnings.warn(f"{name} was saved with NaN in {', '.join(with_nan[:5])}.", stacklevel=3)
+        warn(f"{name} was saved with NaN in {', '.join(with_nan[:5])}.")

@@ -1,7 +1,7 @@
 r"""The merged executor: the definition of a member.
 
 Member :math:`a` is the reference with other tensors: modulated weights
-:math:`v_a u_a^\top \circ W`, low-rank or separate weights, and its own buffers.
+:math:`v_a u_a^\top \circ W`, low-rank or separate weights, and separate buffers.
 :func:`member_tensors` computes them. The executor keeps a copy of the reference for each member. A
 copy has the user's classes and code and shares every tensor that does not differ. Before a pass the
 member's tensors are put into its parameter slots. So control flow, hooks, tied weights, code that
@@ -12,24 +12,25 @@ backward pass finds the member's weights.
 import copy
 import threading
 from collections.abc import Mapping
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
-from embens.graph.guards import PLAIN, STANDARD_ATTRIBUTES, snapshot
+from embens.ensemble.changes import BufferChange, StateGuard
+from embens.ensemble.copies import Attributes, MemberCopy, parametrized_names, structure_of
 from embens.graph.reading import copy_module
+from embens.graph.snapshots import PLAIN
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, modulate
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
 
-_TABLES = ("_parameters", "_buffers", "_modules", "parametrizations")
-_MISSING = object()
+_PASSED_ON = (nn.Module, FunctionType, MethodType, BuiltinFunctionType, type, torch.Generator)
+"""Arguments that all members get as they are."""
 
 
 def member_tensors(
@@ -67,18 +68,24 @@ def member_tensors(
             tensors[name] = values[name]
     for site in spec.low_rank:
         layer = layers[site.layer]
-        name, tensor = current(layer, layer.weights[0])
-        weight = layer.part(tensor)
-        delta = (values[f"{site.layer}.left"] @ values[f"{site.layer}.right"]).view_as(weight)
-        weight = weight * (1 + delta) if site.kind == "multiplicative" else weight + delta
-        tensors[name] = layer.with_part(tensor, weight)
+        change = values[f"{site.layer}.left"] @ values[f"{site.layer}.right"]
+        first_column = 0
+        for tensor_name in layer.weights:  # side by side, as in Layer.matrix
+            name, tensor = current(layer, tensor_name)
+            weight = layer.part(tensor)
+            columns = weight[0].numel()
+            delta = change.narrow(1, first_column, columns).reshape(weight.shape)
+            weight = weight * (1 + delta) if site.kind == "multiplicative" else weight + delta
+            tensors[name] = layer.with_part(tensor, weight)
+            first_column += columns
     for layer_name, (pre, post) in modulations_by_layer(spec, values).items():
         layer = layers[layer_name]
         if not layer.mergeable:
             continue
         for tensor_name in layer.weights:
             name, tensor = current(layer, tensor_name)
-            weight = modulate(layer, layer.part(tensor), "weight", pre, post)
+            input_scale = None if tensor_name in layer.recurrent else post
+            weight = modulate(layer, layer.part(tensor), "weight", pre, input_scale)
             tensors[name] = layer.with_part(tensor, weight)
         if pre is not None:
             for tensor_name in layer.biases:
@@ -103,7 +110,7 @@ def modulations_by_layer(
 
 
 class MergedExecutor:
-    """Runs members one after another, each with its own tensors.
+    """Runs members one after another, each with its tensors.
 
     Args:
         ensemble: the ensemble.
@@ -116,29 +123,48 @@ class MergedExecutor:
         self.structure: list[Any] = []
         # Attributes that the user's code has set, by member and module, for copies yet to be made.
         self.attributes: list[dict[str, dict[str, Any]]] = []
-        self.checked_modes: set[tuple[bool, ...]] = set()
-        self.changes_inputs = False  # whether the user's code changes its inputs in place
+        self.reference_attributes: Attributes | None = None
+        self.is_noted = True  # whether attributes that the code has changed are noted
+        self.changed_names: set[str] = set()  # attributes that the user's code has changed
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
         self._prepare_copies()
+        if torch.compiler.is_compiling():
+            self._release_tensors()
         return computed_tensors(self.ensemble.reference)
 
     @constant_when_compiled
     def _prepare_copies(self) -> bool:
-        """Make the copies again if the reference has other modules or hooks.
+        """Make the copies again if the reference has other modules or hooks; pass attributes on.
 
         The compiler cannot look into copying, so it calls this function instead.
         """
-        structure = _structure(self.ensemble.reference)
+        structure = structure_of(self.ensemble.reference)
         if structure != self.structure or len(self.copies) != self.ensemble.members:
             self._make_copies()
             self.structure = structure
+        assert self.reference_attributes is not None
+        for name, key, value in self.reference_attributes.changes():
+            for copied in self.copies:
+                copied.assign(name, key, value)
+        return True
+
+    @constant_when_compiled
+    def _release_tensors(self) -> bool:
+        """Take the tensors of the latest pass out of the copies.
+
+        They are results with a gradient, which the compiler does not accept as parameters.
+        """
+        for copied in self.copies:
+            copied.release()
         return True
 
     def _make_copies(self) -> None:
         attributes = self.member_attributes()
+        self.ensemble.refresh_layers()
         self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
+        self.reference_attributes = Attributes(self.ensemble.reference)
         for copied, member_attributes in zip(self.copies, attributes, strict=True):
             copied.set_attributes(member_attributes)
 
@@ -147,6 +173,16 @@ class MergedExecutor:
         if self.copies:
             return [copied.changed_attributes() for copied in self.copies]
         return self.attributes or [{} for _ in range(self.ensemble.members)]
+
+    @constant_when_compiled
+    def changed_attributes(self) -> set[str]:
+        """Return the names of attributes in which members may differ from the reference."""
+        if not self.is_noted:
+            self.is_noted = True
+            for attributes in self.member_attributes():
+                for values in attributes.values():
+                    self.changed_names.update(values)
+        return self.changed_names
 
     def run(
         self,
@@ -167,311 +203,85 @@ class MergedExecutor:
             computed: what :meth:`begin` returned.
         """
         ensemble = self.ensemble
-        chosen = {name: stack[a] for name, stack in values.items()}
+        member_values = {name: stack[a] for name, stack in values.items()}
         tensors = member_tensors(
-            ensemble.reference, ensemble.layers, ensemble.spec, chosen, computed
+            ensemble.reference, ensemble.layers, ensemble.spec, member_values, computed
         )
-        scales = modulations_by_layer(ensemble.spec, chosen)
+        scales = modulations_by_layer(ensemble.spec, member_values)
         copied = self.copies[a]
+        args, kwargs = private_arguments(args, kwargs)
         if torch.compiler.is_compiling():
-            copied.sync()
+            copied.sync_modes()
             copied.scales = scales
             return torch.func.functional_call(
                 copied.module, {**computed, **tensors}, args, kwargs, tie_weights=False
             )
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
-            mode = tuple(module.training for module in copied.module.modules())
-            is_new = mode not in self.checked_modes
-            guard = StateGuard(copied, keep_values=is_new)
-            outputs = self._call(copied, args, kwargs, is_new=is_new)
-            self.checked_modes.add(mode)
-            copied.store_buffers(tensors)
-            guard.check_parameters()
-            for name, key, before, after in guard.changed_buffers():
-                stack = ensemble.separate_buffer(name, key, before)
-                stack[a] = after
-                values[f"{name}.{key}".lstrip(".")] = stack
-                for other in self.copies:
-                    other.add_separate(name, key, "_buffers")
+            guard = StateGuard(copied, compare=a == 0)
+            outputs = copied.module(*args, **kwargs)
+            guard.check()
+            for name, buffer in guard.store_buffers(tensors).items():
+                self._replace_buffer(a, name, buffer, values)
+            for change in guard.buffer_changes():
+                self._separate_buffer(a, change, values)
+            self.is_noted = False
         return outputs
 
-    def _call(self, copied: "MemberCopy", args: tuple, kwargs: dict, *, is_new: bool) -> Any:
-        """Call a copy so that changes of its inputs are not seen by other members.
+    def _replace_buffer(self, a: int, name: str, buffer: Tensor, values: dict[str, Tensor]) -> None:
+        """Give a buffer that the code of a member has replaced other memory."""
+        with torch.inference_mode(False):
+            stack = values[name].clone()
+        stack[a] = buffer
+        self.ensemble.individual.add(name, stack)
+        values[name] = stack
+        for copied in self.copies:
+            copied.replaced.add(name)
 
-        Copying inputs costs memory, so after the first pass of each mode it is done only if the
-        code was seen to change them.
-        """
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_unversioned = any(tensor.is_inference() for tensor in tensors)
-        is_copied = is_new or self.changes_inputs or is_unversioned
-        if is_copied:
-            clones = {id(tensor): tensor.clone() for tensor in tensors}
-            tensors = list(clones.values())
-            args, kwargs = tree_map_only(Tensor, lambda x: clones[id(x)], (args, kwargs))
-        versions = [_version(tensor) for tensor in tensors]
-        outputs = copied.module(*args, **kwargs)
-        if [_version(tensor) for tensor in tensors] != versions:
-            self.changes_inputs = True
-            if not is_copied:
-                raise RuntimeError(
-                    "the forward of the reference changes its input in place in some passes only. "
-                    "Let it change a copy (x = x.clone())."
-                )
-        return outputs
+    def _separate_buffer(self, a: int, change: BufferChange, values: dict[str, Tensor]) -> None:
+        """Give every member a separate version of a buffer that the code of one has changed."""
+        stack = self.ensemble.separate_buffer(change.module, change.name, change.before)
+        stack[a] = change.after
+        full_name = f"{change.module}.{change.name}".lstrip(".")
+        values[full_name] = stack
+        for copied in self.copies:
+            copied.add_separate(change.module, change.name, "_buffers")
+            if change.is_replaced:
+                copied.replaced.add(full_name)
+        if not change.is_replaced:
+            # The backward pass may run the code again (torch.utils.checkpoint).
+            member = self.copies[a]
+            slots = member.module.get_submodule(change.module)._buffers
+            slots[change.name] = member.alias(full_name, stack[a])
 
 
-class MemberCopy:
-    """A copy of the reference that holds the tensors of one member.
+def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return arguments that a member may change without being seen by others or the caller.
 
-    Args:
-        ensemble: the ensemble.
+    A tensor that occurs twice is copied once. Objects other than containers are copied with the
+    tensors in their attributes; a cache that a network fills is such an object.
     """
-
-    def __init__(self, ensemble: "EmbeddedEnsemble"):
-        reference = ensemble.reference
-        self.module = copy_module(reference)
-        for module in list(self.module.modules()):
-            _remove_parametrizations(module)
-        # Modules of the reference with their copies, and the attributes that both began with.
-        self.pairs: list[tuple[str, nn.Module, nn.Module, dict[str, Any]]] = []
-        # Pictures of lists, dictionaries and objects that the reference holds, by module and name.
-        self.pictures: dict[tuple[str, str], Any] = {}
-        copies = dict(self.module.named_modules())
-        for name, module in reference.named_modules():
-            if name in copies:
-                prefix = f"{name}." if name else ""
-                self.pairs.append((prefix, module, copies[name], dict(vars(module))))
-                for key, value in _containers(module):
-                    self.pictures[prefix, key] = snapshot(value, set())
-        self.separate: list[tuple[str, str, str]] = []  # module, tensor, table
-        for item in ensemble.spec.per_member:
-            for key in item.tensors:
-                stack = ensemble.individual[f"{item.module}.{key}".lstrip(".")]
-                table = "_parameters" if isinstance(stack, nn.Parameter) else "_buffers"
-                self.add_separate(item.module, key, table)
-        differing = {site.layer for site in (*ensemble.spec.sites, *ensemble.spec.low_rank)}
-        differing |= {item.module for item in ensemble.spec.per_member}
-        for name in differing & set(copies):
-            if isinstance(copies[name], nn.Embedding):
-                # torch cannot take sparse gradients through the member's weight.
-                copies[name].sparse = False
-        self.scales: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-        for name in {site.layer for site in ensemble.spec.sites}:
-            if not ensemble.layers[name].mergeable:
-                self._scale_by_hooks(ensemble.layers[name])
-
-    def add_separate(self, name: str, key: str, table: str) -> None:
-        """Make a tensor of a module one of the member's own."""
-        vars(self.module.get_submodule(name)).pop(key, None)
-        self.separate.append((name, key, table))
-
-    def sync(self) -> None:
-        """Copy attributes that were changed on the reference, such as the training mode."""
-        if not torch.compiler.is_compiling():  # it cannot follow pictures of objects
-            self._sync_containers()
-        for _, module, copied, before in self.pairs:
-            for key, value in vars(module).items():
-                if key in _TABLES or before.get(key, _MISSING) is value:
-                    continue
-                before[key] = value
-                # The placeholder of a tensor that members have separately is not an attribute.
-                if key not in copied._parameters and key not in copied._buffers:
-                    vars(copied)[key] = value
-
-    def _sync_containers(self) -> None:
-        """Copy lists, dictionaries and objects whose contents were changed on the reference."""
-        for prefix, module, copied, before in self.pairs:
-            for key, value in _containers(module):
-                picture = snapshot(value, set())
-                if self.pictures.get((prefix, key)) == picture:
-                    continue
-                self.pictures[prefix, key] = picture
-                memo: dict[int, Any] = {id(original): own for _, original, own, _ in self.pairs}
-                for tensor in (*self.module.parameters(), *self.module.buffers()):
-                    memo[id(tensor)] = tensor
-                vars(copied)[key] = copy.deepcopy(value, memo)
-                before[key] = value
-
-    def changed_attributes(self) -> dict[str, dict[str, Any]]:
-        """Return the attributes in which the copy differs from the reference, by module."""
-        attributes = {}
-        for prefix, _, copied, before in self.pairs:
-            changed = {}
-            for key, value in vars(copied).items():
-                if key in STANDARD_ATTRIBUTES or before.get(key, _MISSING) is value:
-                    continue
-                # Containers of modules hold the modules of this copy.
-                if not any(isinstance(leaf, nn.Module) for leaf in tree_leaves(value)):
-                    changed[key] = value
-            if changed:
-                attributes[prefix] = changed
-        return attributes
-
-    def set_attributes(self, attributes: Mapping[str, dict[str, Any]]) -> None:
-        """Set attributes that :meth:`changed_attributes` returned."""
-        for prefix, _, copied, _ in self.pairs:
-            vars(copied).update(attributes.get(prefix, {}))
-
-    def bind(
-        self,
-        tensors: Mapping[str, Tensor],
-        scales: dict[str, tuple[Tensor | None, Tensor | None]],
-    ) -> None:
-        """Put tensors into the parameter and buffer slots of the copy."""
-        self.sync()
-        self.scales = scales
-        for prefix, module, copied, _ in self.pairs:
-            for table in ("_parameters", "_buffers"):
-                slots = getattr(copied, table)
-                for key, tensor in getattr(module, table).items():
-                    slots[key] = tensors.get(prefix + key, tensor)
-            slots = copied.__dict__["_parameters"]
-            for key in parametrized_names(module):
-                slots[key] = tensors[prefix + key]
-        for name, key, table in self.separate:
-            slots = getattr(self.module.get_submodule(name), table)
-            slots[key] = tensors[f"{name}.{key}".lstrip(".")]
-
-    def store_buffers(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep per-member buffers that the code replaced instead of updating them in place."""
-        for name, key, table in self.separate:
-            if table != "_buffers":
-                continue
-            new = self.module.get_submodule(name)._buffers[key]
-            old = tensors[f"{name}.{key}".lstrip(".")]
-            if new is None or new is old:
-                continue
-            if new.shape != old.shape:
-                raise ValueError(
-                    f"the buffer {key!r} of {name or 'the reference'!r} changed its shape from "
-                    f"{tuple(old.shape)} to {tuple(new.shape)}. Register it with its final shape."
-                )
-            with torch.no_grad():
-                old.copy_(new)
-
-    def _scale_by_hooks(self, layer: Layer) -> None:
-        """Scale inputs and outputs of a layer that computes its weight itself."""
-        module = self.module.get_submodule(layer.module)
-
-        def scale_input(module: nn.Module, args: tuple) -> tuple:
-            post = self.scales[layer.name][1]
-            if post is None:
-                return args
-            return (args[0] * _along_channels(post, layer, args[0]), *args[1:])
-
-        def scale_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            pre = self.scales[layer.name][0]
-            return output if pre is None else output * _along_channels(pre, layer, output)
-
-        module.register_forward_pre_hook(scale_input)
-        module.register_forward_hook(scale_output)
+    copies: dict[int, Any] = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            copies[id(leaf)] = leaf.clone()
+        elif not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
+            copies[id(leaf)] = _private_object(leaf, copies)
+    return tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
 
 
-class StateGuard:
-    """Finds shared parameters and buffers that the user's code changes in a pass.
-
-    Args:
-        copied: the copy that is about to run.
-        keep_values: whether to keep values, so that changes which torch does not count are seen,
-            and changes of buffers can be undone. This is done in the first pass of each mode.
-    """
-
-    def __init__(self, copied: MemberCopy, *, keep_values: bool):
-        self.parameters: list[tuple[str, Tensor, int, Tensor | None]] = []
-        self.buffers: list[tuple[str, nn.Module, str, Tensor, int, Tensor | None]] = []
-        for prefix, module, copied_module, _ in copied.pairs:
-            if getattr(module, "max_norm", None) is not None:
-                continue  # an embedding that renormalises its rows does so for every member alike
-            for key in module._parameters:
-                parameter = copied_module._parameters.get(key)
-                if parameter is not None:
-                    saved = parameter.detach().clone() if keep_values else None
-                    self.parameters.append((prefix + key, parameter, _version(parameter), saved))
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    saved = buffer.detach().clone() if keep_values else None
-                    name = prefix.removesuffix(".")
-                    version = _version(buffer)
-                    self.buffers.append((name, copied_module, key, buffer, version, saved))
-
-    def check_parameters(self) -> None:
-        """Raise if the pass changed a parameter in place."""
-        for name, parameter, version, saved in self.parameters:
-            # Changes of ``parameter.data`` have no version.
-            is_changed = saved is not None and not _is_equal(parameter.detach(), saved)
-            if is_changed or _version(parameter) != version:
-                raise RuntimeError(
-                    f"the forward of the reference changes its parameter {name!r} in place, and "
-                    "members share it. Make it a buffer (register_buffer)."
-                )
-
-    def changed_buffers(self) -> list[tuple[str, str, Tensor, Tensor]]:
-        """Return module, name, old and new value of buffers that the pass changed."""
-        changes = []
-        for name, copied_module, key, buffer, version, saved in self.buffers:
-            new = copied_module._buffers.get(key)
-            is_changed = new is not buffer or _version(buffer) != version
-            if not is_changed and saved is not None:
-                # torch's batch_norm updates its statistics without counting a version.
-                is_changed = not _is_equal(buffer, saved)
-            if not is_changed:
-                continue
-            full_name = f"{name}.{key}".lstrip(".")
-            if saved is None or new is None or new.shape != buffer.shape:
-                raise RuntimeError(
-                    f"the forward of the reference changes the buffer {full_name!r} in some passes "
-                    "only, or changes its shape. Update it in every pass, with one shape."
-                )
-            changes.append((name, key, saved, new.detach().clone()))
-        return changes
-
-
-def _containers(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the attributes of a module that hold values of their own."""
-    shared = (*PLAIN, Tensor, nn.Module, FunctionType, MethodType, type)
-    containers = []
-    for key, value in vars(module).items():
-        if key not in STANDARD_ATTRIBUTES and not isinstance(value, shared):
-            containers.append((key, value))
-    return containers
-
-
-def _along_channels(values: Tensor, layer: Layer, x: Tensor) -> Tensor:
-    return values.to(x.dtype).view(-1, *(1,) * layer.spatial)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_equal(left: Tensor, right: Tensor) -> bool:
-    if left.is_meta:
-        return True
-    return bool(((left == right) | ((left != left) & (right != right))).all())
-
-
-def _structure(reference: nn.Module) -> list[Any]:
-    """Return what has to stay as it is for copies to be valid: modules and hooks."""
-    structure = []
-    for module in reference.modules():
-        hooks = (*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
-        structure.append((id(module), hooks))
-    return structure
-
-
-def _remove_parametrizations(module: nn.Module) -> None:
-    """Turn a copy of a parametrized module into a plain one with empty parameter slots.
-
-    ``parametrize.remove_parametrizations`` would change the class that the copy shares with the
-    reference.
-    """
-    names = parametrized_names(module)
-    if names:
-        del module._modules["parametrizations"]
-        module.__class__ = type(module).__mro__[1]
-        for name in names:
-            module._parameters[name] = None
+def _private_object(argument: Any, copies: dict[int, Any]) -> Any:
+    memo = dict(copies)
+    for value in tree_leaves(list(getattr(argument, "__dict__", {}).values())):
+        if isinstance(value, Tensor):  # torch refuses to copy results that have a gradient
+            memo.setdefault(id(value), value.clone())
+    try:
+        return copy.deepcopy(argument, memo)
+    except Exception as error:  # its class may raise anything
+        raise TypeError(
+            f"an argument of type {type(argument).__name__} cannot be copied for each member: "
+            f"{error}. Pass tensors, or containers of tensors."
+        ) from error
 
 
 def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
@@ -481,23 +291,6 @@ def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
         for key in parametrized_names(module):
             tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
     return tensors
-
-
-def parametrized_names(module: nn.Module) -> list[str]:
-    """Return the names of the tensors that parametrizations of a module compute."""
-    if not parametrize.is_parametrized(module):
-        return []
-    parametrizations: Any = module.parametrizations
-    return list(parametrizations)
-
-
-def copy_attributes(attributes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return a deep copy of the attributes of a member, without autograd graphs."""
-    memo: dict[int, Any] = {}
-    for value in tree_leaves(attributes):
-        if isinstance(value, Tensor) and not value.is_leaf:
-            memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(attributes, memo)
 
 
 def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
@@ -530,7 +323,7 @@ def plain_network(
         scales: modulations of layers that are scaled by hooks.
         attributes: attributes that the member's code has assigned, by module.
     """
-    copied = MemberCopy(ensemble)
+    copied = MemberCopy(ensemble, plain=True)
     copied.set_attributes(attributes or {})
     copied.bind(tensors, scales)
     trainable = {name: p.requires_grad for name, p in ensemble.reference.named_parameters()}

@@ -11,7 +11,7 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
 from embens.checks import check_choice
-from embens.ensemble.merged import MergedExecutor, copy_attributes
-from embens.graph.folding import Folded, fold, has_user_code
-from embens.graph.guards import Guard
-from embens.graph.reading import Flow, detached_state
-from embens.graph.rowwise import Unfoldable
+from embens.ensemble.copies import copy_attributes
+from embens.ensemble.merged import MergedExecutor
+from embens.graph.domains import Unfoldable
+from embens.graph.folding import Folded, ModuleState, fold
+from embens.graph.guards import Guard, Unwatchable
+from embens.graph.reading import Flow, copy_reference, detached_state, has_user_code
+from embens.graph.snapshots import STANDARD_ATTRIBUTES
 from embens.modes import constant_when_compiled
-from embens.sites import EnsembleSpec, PerMember, Site, find_layers
+from embens.sites import EnsembleSpec, Layer, PerMember, Site, find_layers
 from embens.trees import batch_size, gather
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
@@ -68,6 +70,23 @@ class MemberTensors(nn.Module):
         return tensors
 
 
+class _StockTrainer:
+    """Refuses the ``Trainer`` of transformers, which reads the attribute ``accepts_loss_kwargs``.
+
+    It would train on one loss per member and mix up the member axis with that of the batch.
+    ``EnsembleTrainer`` sets the attribute on its ensemble.
+    """
+
+    def __get__(self, ensemble: "EmbeddedEnsemble | None", owner: type) -> Any:
+        if ensemble is None:
+            return self
+        raise TypeError(
+            "transformers.Trainer cannot train an ensemble. Use "
+            "embens.training.huggingface.EnsembleTrainer, which has the same arguments, or "
+            "embens.fit."
+        )
+
+
 class EmbeddedEnsemble(nn.Module):
     """M members in one network.
 
@@ -85,6 +104,8 @@ class EmbeddedEnsemble(nn.Module):
             changes results by rounding only.
     """
 
+    accepts_loss_kwargs = _StockTrainer()
+
     def __init__(
         self,
         reference: nn.Module,
@@ -98,9 +119,14 @@ class EmbeddedEnsemble(nn.Module):
         self.reference = reference
         self.training = reference.training
         self.layers = find_layers(reference)
+        self.weight_shapes = _weight_shapes(reference, self.layers, spec)
+        # State of the generator of fresh masks; None: torch's global generator.
+        self.generator_state: Tensor | None
+        self.register_buffer("generator_state", None)
         self.individual = MemberTensors()
         for name, tensor in values.items():
             self.individual.add(name, tensor)
+        _refuse_held_tensors(reference, spec)
         for item in spec.per_member:
             for key in item.tensors:
                 _release(reference.get_submodule(item.module), key)
@@ -115,31 +141,62 @@ class EmbeddedEnsemble(nn.Module):
         self.flow = flow
         self._merged: MergedExecutor | None = None
         self.foldings: list[_Folding] = []  # the latest first
+        self.preview: _Folding | None = None  # for ``print`` before the first call
         self.call_reason = ""  # why the latest call could not be folded, whatever the code does
         self.argument_names: list[str] | None = None
+
+    def refresh_layers(self) -> None:
+        """Find the layers again after modules of the reference were replaced.
+
+        Raises:
+            ValueError: if a layer in which members differ is gone or has another shape.
+        """
+        layers = find_layers(self.reference)
+        shapes = _weight_shapes(self.reference, layers, self.spec)
+        for name, before in self.weight_shapes.items():
+            after = shapes.get(name)
+            if after != before and not _is_parametrized(self.reference, layers.get(name)):
+                raise ValueError(
+                    f"the layer {name!r} was changed after embedding: its weights had the shapes "
+                    f"{before}, now {after or 'it is no parameter layer'}. Embed the changed "
+                    "reference."
+                )
+        for item in self.spec.per_member:
+            module = self.reference.get_submodule(item.module)
+            for key in item.tensors:
+                if key in module._parameters or key in module._buffers:
+                    raise ValueError(
+                        f"the layer {item.module!r} was changed after embedding, but members have "
+                        f"separate versions of its {key!r}. Embed the changed reference."
+                    )
+        self.layers = layers
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
         # Traced code may have asked for the type or the device of a parameter.
         self.foldings.clear()
+        self.preview = None
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("flow", "_merged", "foldings", "call_reason", "argument_names"):
+        for name in ("flow", "_merged", "foldings", "preview", "call_reason", "argument_names"):
             state.pop(name)
-        state["member_attributes"] = self.merged.member_attributes()
+        if self._merged is not None:
+            state["member_attributes"] = self._merged.member_attributes()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        member_attributes = state.pop("member_attributes")
+        member_attributes = state.pop("member_attributes", None)
         super().__setstate__(state)
         self._derive()
-        self.merged.attributes = member_attributes
+        if member_attributes is not None:
+            self.merged.attributes = member_attributes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddedEnsemble":
         memo.update(detached_state(self.reference))
-        for member_copy in self.merged.copies:
-            memo.update(detached_state(member_copy.module))
+        if self._merged is not None:
+            for member_copy in self._merged.copies:
+                memo.update(detached_state(member_copy.module))
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -183,7 +240,7 @@ class EmbeddedEnsemble(nn.Module):
         return self.individual[site.key]
 
     def individual_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of which every member has its own, members first."""
+        """Yield the per-member parameters, members first."""
         yield from self.individual.parameters()
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
@@ -264,12 +321,32 @@ class EmbeddedEnsemble(nn.Module):
         # other modules.
         if x is not ...:
             inputs = (x, *inputs)
+        if not isinstance(batch, str) or chunk is not None:
+            batch, chunk = self._separate_arguments(batch, chunk, kwargs)
         if batch == "same":
             return self._run(inputs, kwargs, chunk, per_member=False)
         self._check_inputs(inputs, batch)
         if batch == "own":
             return self._run(inputs, kwargs, chunk, per_member=True)
         return self._run_split(inputs, kwargs, chunk)
+
+    def _separate_arguments(
+        self, batch: Any, chunk: Any, kwargs: dict[str, Any]
+    ) -> tuple[optim.BatchKind, int | None]:
+        """Give values to the reference that are for its arguments of the same names."""
+        names = inspect.signature(self.reference.forward).parameters
+        if "batch" in names and not isinstance(batch, str):
+            kwargs["batch"] = batch
+            batch = "same"
+        if "chunk" in names and chunk is not None:
+            if isinstance(chunk, int):
+                raise TypeError(
+                    f"chunk={chunk} may be meant for the ensemble or for the reference, which has "
+                    "an argument of this name. Pass it by position, or set ensemble.chunk."
+                )
+            kwargs["chunk"] = chunk
+            chunk = None
+        return batch, chunk
 
     def _check_inputs(self, inputs: tuple, batch: str) -> None:
         if batch not in optim.BATCH_KINDS:
@@ -290,7 +367,7 @@ class EmbeddedEnsemble(nn.Module):
         outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
         if len(outputs) == 1:
             return outputs[0]
-        return gather(outputs, torch.cat)
+        return gather(outputs, _join_members)
 
     def _run_chunks(
         self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool
@@ -302,13 +379,21 @@ class EmbeddedEnsemble(nn.Module):
             yield from self._run_merged(inputs, kwargs, values, per_member=per_member)
             return
         folded_pass = _FoldedPass(self, folded, arguments, values, per_member=per_member)
+        if per_member:
+            arguments = [argument[0] for argument in arguments]
         for start, count in self._chunks(folded, arguments, chunk):
             yield folded_pass.run(start, count)
 
     def _chunks(
         self, folded: Folded, arguments: list[Tensor], chunk: int | None
     ) -> list[tuple[int, int]]:
-        """Return first member and number of members of each chunk."""
+        """Return first member and number of members of each chunk.
+
+        Args:
+            folded: the folded network.
+            arguments: tensor arguments of one member.
+            chunk: number of members of a chunk; None: the ensemble's.
+        """
         size = self.chunk if chunk is None else chunk
         if size is None:
             size = self._default_chunk(folded, arguments)
@@ -338,14 +423,33 @@ class EmbeddedEnsemble(nn.Module):
     def sample_values(self) -> dict[str, Tensor]:
         """Return the values of all members for one pass, members first."""
         values = self.individual.tensors()
-        for site in self.spec.sites:
-            if site.fresh:
-                module = self.reference.get_submodule(self.layers[site.layer].module)
-                example = next(module.parameters())
-                values[site.key] = site.law.sample(
-                    (self.members, site.size), dtype=example.dtype, device=example.device
-                )
+        fresh_sites = [site for site in self.spec.sites if site.fresh]
+        if not fresh_sites:
+            return values
+        generator = None
+        if self.generator_state is not None:
+            generator = torch.Generator()
+            generator.set_state(self.generator_state.cpu())
+        for site in fresh_sites:
+            module = self.reference.get_submodule(self.layers[site.layer].module)
+            example = next(module.parameters())
+            values[site.key] = site.law.sample(
+                (self.members, site.size), generator, dtype=example.dtype, device=example.device
+            )
+        if generator is not None:
+            self.generator_state.copy_(generator.get_state())
         return values
+
+    def seed_masks(self, generator: torch.Generator) -> None:
+        """Draw the masks of later passes from a seed, not from torch's global generator.
+
+        The state of the drawing is a buffer, so it is copied and saved with the ensemble.
+
+        Args:
+            generator: draws the seed.
+        """
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        self.generator_state = torch.Generator().manual_seed(seed).get_state()
 
     def _run_merged(
         self, inputs: tuple, kwargs: dict, values: dict[str, Tensor], *, per_member: bool
@@ -424,10 +528,11 @@ class EmbeddedEnsemble(nn.Module):
         self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
     ) -> "_Folding":
         """Return the folding for one kind of call, which is made on the first such call."""
+        changed = set() if self._merged is None else self._merged.changed_attributes()
         for folding in list(self.foldings):  # other threads may change the list
-            if folding.fits(ranks, constants, modes):
+            if folding.fits(ranks, constants, modes, changed):
                 return folding
-        folding = _Folding(self, ranks, constants, modes)
+        folding = _Folding(self, ranks, constants, modes, changed)
         self.foldings = [*self.foldings[1 - MOST_FOLDINGS :], folding]
         if folding.folded is None and self._merged is None:
             self._merged = MergedExecutor(self)  # torch.compile cannot build it
@@ -553,7 +658,7 @@ class EmbeddedEnsemble(nn.Module):
     def member(self, a: int) -> nn.Module:
         """Return member ``a`` as a plain module with the same outputs.
 
-        Its layers are torch's own with the member's weights. Only a layer that computes its weight
+        Its layers are torch layers with the member's weights. Only a layer that computes its weight
         itself keeps hooks that scale its input and output.
 
         Args:
@@ -584,10 +689,10 @@ class EmbeddedEnsemble(nn.Module):
         Args:
             members: indices of the members. A member that occurs twice counts twice in means.
         """
-        chosen = [self._index(a) for a in members]
-        if not chosen:
+        indices = [self._index(a) for a in members]
+        if not indices:
             raise ValueError("members must contain at least one index, got none.")
-        spec = self.spec.subset(chosen)
+        spec = self.spec.subset(indices)
         if spec.has_repeated_members and any(site.fresh for site in spec.sites):
             raise ValueError(
                 "a member whose modulations are drawn at each pass cannot occur twice."
@@ -596,16 +701,18 @@ class EmbeddedEnsemble(nn.Module):
         rows_of: dict[int, Tensor] = {}
         for name, stack in self.individual.tensors().items():
             if id(stack) not in rows_of:
-                rows = stack.detach()[chosen]
+                rows = stack.detach()[indices]
                 if isinstance(stack, nn.Parameter):
                     rows = nn.Parameter(rows, stack.requires_grad)
                 rows_of[id(stack)] = rows
             values[name] = rows_of[id(stack)]
-        reference = copy.deepcopy(self.reference, detached_state(self.reference))
+        reference = copy_reference(self.reference)
         ensemble = EmbeddedEnsemble(reference, spec, values, self.flow)
         ensemble.chunk = self.chunk
+        if self.generator_state is not None:
+            ensemble.generator_state = self.generator_state.clone()
         attributes = self.merged.member_attributes()
-        ensemble.merged.attributes = [copy_attributes(attributes[a]) for a in chosen]
+        ensemble.merged.attributes = [copy_attributes(attributes[a]) for a in indices]
         return ensemble
 
     def collapse(self, example_input: Any = None) -> nn.Module:
@@ -639,8 +746,10 @@ class EmbeddedEnsemble(nn.Module):
             stack = value.clone().expand(self.members, *value.shape).clone()
         self.individual.add(f"{module}.{name}".lstrip("."), stack)
         _release(self.reference.get_submodule(module), name)
-        item = PerMember(module, (name,))
-        self.spec = replace(self.spec, per_member=(*self.spec.per_member, item))
+        items = {item.module: item for item in self.spec.per_member}
+        item = items.get(module, PerMember(module, ()))
+        items[module] = replace(item, tensors=(*item.tensors, name))
+        self.spec = replace(self.spec, per_member=tuple(items.values()))
         self.foldings.clear()
         return stack
 
@@ -689,6 +798,10 @@ class EmbeddedEnsemble(nn.Module):
             path: the file.
             shared: whether to write the shared parameters. False: loading takes them from the
                 reference, and refuses a reference with other weights.
+
+        Raises:
+            IsADirectoryError: if ``path`` is a folder, which is left unchanged.
+            FileNotFoundError: if its folder does not exist.
         """
         from embens.ensemble.saving import save
 
@@ -704,11 +817,17 @@ class EmbeddedEnsemble(nn.Module):
     ) -> None:
         """Write a folder with the ensemble and a model card, for ``embens.load(folder, …)``.
 
+        Both files appear at once, also if the process is killed or the disk is full.
+
         Args:
-            folder: the folder.
+            folder: the folder. It may replace an empty folder, or one that this method wrote.
             shared: whether to write the shared parameters; None: unless they are frozen.
             base: where the reference comes from, for the card.
-            results: numbers for the card.
+            results: metrics for the card.
+
+        Raises:
+            FileExistsError: if the folder holds other files; it is left unchanged.
+            NotADirectoryError: if ``folder`` is a file.
         """
         from embens.ensemble.saving import save_pretrained
 
@@ -736,7 +855,10 @@ class EmbeddedEnsemble(nn.Module):
             if not names:
                 return "merged: its arguments are not fixed"
             ranks = dict.fromkeys(names, 2)
-            folding = _Folding(self, ranks, {}, (False, True, False))
+            modes = (False, True, False)
+            if self.preview is None or not self.preview.fits(ranks, {}, modes, set()):
+                self.preview = _Folding(self, ranks, {}, modes)
+            folding = self.preview
             if folding.folded is None and "cannot trace" not in folding.reason:
                 return "folded or merged, depending on the input"
         if folding.folded is not None:
@@ -753,13 +875,15 @@ class _Folding:
         ranks: dict[str, int],
         constants: dict[str, Any],
         modes: tuple[bool, ...],
+        changed: Collection[str] = (),
     ):
+        self.changed = set(changed)
         self.ranks, self.constants, self.modes = ranks, constants, modes
-        self.reference = ensemble.reference
-        self.state = _module_state(ensemble.reference)
-        self.guard = Guard(ensemble.reference) if has_user_code(ensemble.reference) else None
+        self.state = ModuleState(ensemble.reference)
+        self.guard: Any = None
         self.folded: Folded | None = None
         self.reason = ""
+        ensemble.refresh_layers()
         try:
             _refuse_parametrizations(ensemble.reference)
             self.folded = fold(
@@ -770,36 +894,38 @@ class _Folding:
                 {**_default_arguments(ensemble.reference), **constants},
                 per_member_inputs=modes[0],
             )
-        except Unfoldable as error:
+            if has_user_code(ensemble.reference):
+                self.guard = Guard(ensemble.reference)
+                self.guard.refuse_reading(changed)
+        except (Unfoldable, Unwatchable) as error:
+            self.folded = None
             self.reason = str(error)
 
-    def fits(self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple) -> bool:
-        """Return whether the folding is valid for a call."""
+    def fits(
+        self,
+        ranks: dict[str, int],
+        constants: dict[str, Any],
+        modes: tuple,
+        changed: Collection[str] = (),
+    ) -> bool:
+        """Return whether the folding is valid for a call.
+
+        Args:
+            ranks: number of axes of each tensor argument.
+            constants: other arguments.
+            modes: kind of the call.
+            changed: attributes in which members differ from the reference.
+        """
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
+            return False
+        if changed != self.changed:
             return False
         for name, value in constants.items():
             if type(value) is not type(self.constants[name]):  # True equals 1
                 return False
-        if not _is_equal(_module_state(self.reference), self.state):
+        if self.state.change():
             return False
         return self.guard is None or self.guard.holds()
-
-
-def _is_equal(left: Any, right: Any) -> bool:
-    try:
-        return left == right
-    except (RuntimeError, ValueError):  # another tensor or array with several elements
-        return False
-
-
-def _module_state(reference: nn.Module) -> list[tuple[dict[str, Any], list[nn.Module], int]]:
-    """Return the attributes, children and number of hooks of every module of a network."""
-    state = []
-    for module in reference.modules():
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        hooks += len(module._backward_hooks) + len(module._backward_pre_hooks)
-        state.append((dict(vars(module)), list(module._modules.values()), hooks))
-    return state
 
 
 class _FoldedPass:
@@ -865,6 +991,66 @@ def _leaf(value: Any) -> Any:
     return value
 
 
+def _join_members(outputs: list[Tensor]) -> Tensor:
+    """Concatenate the outputs of chunks of members; raise if members differ in shape."""
+    try:
+        return torch.cat(outputs)
+    except RuntimeError as error:
+        # Shapes are compared only now: an exporter would fix the sizes that are compared.
+        shapes = {tuple(output.shape[1:]) for output in outputs}
+        if len(shapes) == 1:
+            raise
+        raise ValueError(
+            f"members return outputs of different shapes, {sorted(shapes)}, which cannot be "
+            "stacked. Return outputs whose shape does not depend on values."
+        ) from error
+
+
+def _refuse_held_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
+    """Refuse attributes with tensors of which members have separate versions."""
+    separate = {}
+    for item in spec.per_member:
+        for key in item.tensors:
+            tensor = getattr(reference.get_submodule(item.module), key)
+            separate[id(tensor)] = f"{item.module}.{key}".lstrip(".")
+    for name, module in reference.named_modules():
+        if type(module).__module__.startswith("torch.nn."):
+            continue  # recurrent layers have lists of their weights, which they update
+        for key, value in vars(module).items():
+            if key in STANDARD_ATTRIBUTES:
+                continue
+            full_name = f"{name}.{key}".lstrip(".")
+            for leaf in tree_leaves(value):
+                # A placeholder of a separate tensor is an attribute of its module.
+                if separate.get(id(leaf), full_name) != full_name:
+                    raise ValueError(
+                        f"the attribute {key!r} of {name or 'the reference'!r} holds the parameter "
+                        f"{separate[id(leaf)]!r}, which members have separately. Read it from its "
+                        "layer."
+                    )
+
+
+def _is_parametrized(reference: nn.Module, layer: Layer | None) -> bool:
+    if layer is None:
+        return False
+    return parametrize.is_parametrized(reference.get_submodule(layer.module))
+
+
+def _weight_shapes(
+    reference: nn.Module, layers: Mapping[str, Layer], spec: EnsembleSpec
+) -> dict[str, list[tuple[int, ...]]]:
+    """Return the shapes of the weights of layers that are modulated or have low-rank members."""
+    shapes = {}
+    for site in (*spec.sites, *spec.low_rank):
+        layer = layers.get(site.layer)
+        if layer is None:
+            continue
+        module = reference.get_submodule(layer.module)
+        weights = [module._parameters.get(name) for name in layer.weights]
+        shapes[site.layer] = [tuple(weight.shape) for weight in weights if weight is not None]
+    return shapes
+
+
 def _release(module: nn.Module, name: str) -> None:
     """Take a tensor that members have separately out of a module.
 
@@ -875,11 +1061,14 @@ def _release(module: nn.Module, name: str) -> None:
             tensor = table.pop(name)
             assert tensor is not None
             module._non_persistent_buffers_set.discard(name)
-            vars(module)[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
+            placeholder = torch.empty_like(tensor, device="meta", requires_grad=False)
+            if isinstance(tensor, nn.Parameter):
+                placeholder = nn.Parameter(placeholder, tensor.requires_grad)
+            vars(module)[name] = placeholder
 
 
 def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:
-    """Ignore counters that BatchNorm adds to a state without version numbers.
+    """Ignore counters that BatchNorm adds to a state without a version.
 
     Such a state is a plain dictionary, for example from a safetensors file. BatchNorm takes it for
     one of an old torch and adds ``num_batches_tracked``, also where members have it separately.

@@ -5,7 +5,6 @@ ever executed. Loading needs the reference's architecture from the user. A file 
 parameters has their checksums instead, and needs the reference's weights as well.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from embens.files import Format, checksum, write_tensors
+from embens import markdown
+from embens.files import Format, checksum, is_format, is_leftover, write_tensors
+from embens.folders import write_folder
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -60,10 +61,19 @@ def save_pretrained(
         shared = not ensemble.spec.frozen
     config = getattr(ensemble.reference, "config", None)
     base = base or getattr(config, "_name_or_path", "")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save(ensemble, folder / FILE, shared=shared)
-    (folder / CARD).write_text(model_card(ensemble, base, results, has_shared=shared))
+    card = model_card(ensemble, base, results, has_shared=shared)
+
+    def fill(place: Path) -> None:
+        save(ensemble, place / FILE, shared=shared)
+        (place / CARD).write_bytes(card.encode())
+
+    write_folder(folder, fill, is_pretrained)
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Return whether a folder was written by :func:`save_pretrained` and holds nothing else."""
+    names = {path.name for path in folder.iterdir() if not is_leftover(path)}
+    return names <= {FILE, CARD} and is_format(folder / FILE, FORMAT)
 
 
 def model_card(
@@ -74,7 +84,7 @@ def model_card(
     Args:
         ensemble: the ensemble.
         base: where the reference comes from.
-        results: numbers for the table.
+        results: metrics for the table.
         has_shared: whether the file beside it holds the shared parameters.
     """
     spec = ensemble.spec
@@ -93,17 +103,20 @@ def model_card(
         **results,
     }
     weights = "" if has_shared else f" with the weights of {base or 'the trained network'}"
-    lines = ["---", "library_name: embens", f"tags: [ensemble, uncertainty, {spec.family}]"]
+    tags = ", ".join(markdown.tag(name) for name in ("ensemble", "uncertainty", spec.family))
+    lines = ["---", "library_name: embens", f"tags: [{tags}]"]
     if base:
-        lines.append(f"base_model: {json.dumps(base)}")
-    lines += ["---", "", f"# {spec.members} members in one {network}", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+        lines.append(f"base_model: {markdown.quote(base)}")
+    title = markdown.escape(f"{spec.members} members in one {network}")
+    lines += ["---", "", f"# {title}", "", "| | |", "|---|---|"]
+    for name, value in rows.items():
+        lines.append(f"| {markdown.escape(name)} | {markdown.escape(value)} |")
     lines += [
         "",
         "```python",
         "import embens",
         "",
-        f"reference = ...  # a {network}{weights}",
+        f"reference = ...  # a {markdown.one_line(network + weights)}",
         "ensemble = embens.load(folder, reference)  # this folder",
         "prediction = embens.predict(ensemble, inputs)",
         "```",

@@ -1,6 +1,6 @@
 """``nn.MultiheadAttention`` in the folded form: four projections and what is between them.
 
-torch's own module reads its packed weights without calling layers, so the projections of members
+The module of torch reads its packed weights without calling layers, so the projections of members
 are written out here, option by option.
 """
 
@@ -14,7 +14,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.graph.rowwise import Domain, Unfoldable, Value
+from embens.graph.domains import Domain, Unfoldable, Value
 
 if TYPE_CHECKING:
     from embens.graph.folding import Rewriter

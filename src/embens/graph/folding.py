@@ -6,14 +6,17 @@ several members can be concatenated: members are consecutive blocks of rows, and
 multiplies each block by the member's values.
 
 :func:`fold` writes two graphs. The *prefix* computes everything before the first modulation, once
-for all members. The *suffix* computes the rest for a chunk of members. Weights of the reference and
+for all members, except a thin first convolution (:data:`THIN_CONVOLUTION`). The *suffix* computes
+the rest for a chunk of members. Weights of the reference and
 values of the members are inputs of the graphs, so the graphs have no state.
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import mul
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,23 +28,27 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from embens import networks
-from embens.graph.guards import HOOKS, attributes_of, random_state
+from embens.graph.domains import Domain, Unfoldable, Value
+from embens.graph.guards import Guard
 from embens.graph.members import (
     convolution_options,
     write_batch_norm,
     write_layer_norm,
     write_member_layer,
 )
-from embens.graph.reading import (
+from embens.graph.operations import (
+    ALIASING,
+    ALIASING_MODULES,
+    DTYPE_QUERIES,
     RANDOM_FUNCTIONS,
     RANDOM_MODULES,
-    VIEWS,
-    Tracer,
-    copy_module,
     is_in_place,
     operation_name,
 )
-from embens.graph.rowwise import QUERIES, Domain, Unfoldable, Value, infer
+from embens.graph.reading import Tracer, copy_module, has_user_code
+from embens.graph.rowwise import infer
+from embens.graph.snapshots import HOOKS, random_state
+from embens.graph.tracing import StrictTracer
 from embens.sites import EnsembleSpec, Layer, Site, is_layer
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -61,15 +68,19 @@ ACTIVATIONS = frozenset(nn.modules.activation.__all__) - {"MultiheadAttention"}
 FEATUREWISE = ACTIVATIONS | frozenset(
     "Identity LayerNorm RMSNorm GroupNorm LocalResponseNorm Dropout".split()
 )
-# Operations that may return their input, in evaluation mode or if there is nothing to do.
-ALIASING = VIEWS | RANDOM_FUNCTIONS | frozenset("to float double half bfloat16 type_as".split())
-ALIASING_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, *RANDOM_MODULES)
 # Modules that need an axis of channels and positions after the batch.
 IMAGE_MODULES = frozenset(
     "PixelShuffle PixelUnshuffle ChannelShuffle Upsample UpsamplingNearest2d UpsamplingBilinear2d "
     "Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout InstanceNorm1d InstanceNorm2d "
     "InstanceNorm3d".split()
 )
+
+THIN_CONVOLUTION = 64
+"""Largest number of products per output of a first convolution that every member repeats.
+
+Sharing its result saves these products, but every member then reads and keeps the whole result to
+multiply it. For thin convolutions, as of three colours, the products take less time and memory.
+"""
 
 
 @dataclass
@@ -118,32 +129,53 @@ def fold(
 
     Raises:
         Unfoldable: if members have to run one after another; the message says why.
+        Unwatchable: if the code depends on something whose changes cannot be seen.
     """
     root = copy_module(reference)
     _refuse_hooks(root)
-    is_users = has_user_code(root)
-    attributes = attributes_of(root) if is_users else {}
-    random_numbers = random_state() if is_users else []
-    try:
-        graph = Tracer(root, ranks, constants).trace_graph(root, exact=True)
-    except Exception as error:  # the user's code may raise anything on symbolic values
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
-        raise Unfoldable(f"torch.fx cannot trace it: {reason[:200]}") from None
-    if is_users:
-        if random_state() != random_numbers:
-            raise Unfoldable("its code draws random numbers")
-        _refuse_changes(attributes, attributes_of(root))
+    _register_placeholders(root, spec)
+    graph = _trace(root, ranks, constants)
     rewriter = Rewriter(root, layers, spec, ranks, per_member_inputs)
     return rewriter.rewrite(graph, reference)
 
 
-def has_user_code(root: nn.Module) -> bool:
-    """Return whether a network contains classes that are not torch's or embens'."""
-    for module in root.modules():
-        if not type(module).__module__.startswith(("torch.nn.", "embens.")):
-            return True
-    return False
+def _register_placeholders(root: nn.Module, spec: EnsembleSpec) -> None:
+    """Register the placeholders of per-member tensors, for code that goes through parameters."""
+    for item in spec.per_member:
+        module = root.get_submodule(item.module)
+        for name in item.tensors:
+            placeholder = vars(module).pop(name, None)
+            if isinstance(placeholder, nn.Parameter):
+                module.register_parameter(name, placeholder)
+            elif placeholder is not None:
+                module.register_buffer(name, placeholder)
+
+
+def _trace(
+    root: nn.Module, ranks: Mapping[str, int], constants: Mapping[str, Any]
+) -> torch.fx.Graph:
+    """Return the graph of a network whose code changes nothing and draws no random numbers."""
+    guard, random_numbers = None, []
+    tracer = Tracer(root, ranks, constants)
+    if has_user_code(root):
+        # Modules of torch need no strictness: they become leaves of the graph.
+        tracer = StrictTracer(root, ranks, constants)
+        guard = Guard(root)
+        random_numbers = random_state()
+    state = ModuleState(root, tensors=True)
+    try:
+        graph = tracer.trace_graph(root)
+    except Exception as error:  # the user's code may raise anything on symbolic values
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise Unfoldable(f"torch.fx cannot trace it: {reason[:200]}") from None
+    if guard is not None:
+        if random_state() != random_numbers:
+            raise Unfoldable("its code draws random numbers")
+        change = state.change() or guard.change()
+        if change:
+            raise Unfoldable(f"its code changes {change!r}")
+    return graph
 
 
 def _refuse_hooks(root: nn.Module) -> None:
@@ -154,11 +186,59 @@ def _refuse_hooks(root: nn.Module) -> None:
             raise Unfoldable(f"the forward of {name or 'the reference'!r} was replaced")
 
 
-def _refuse_changes(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Refuse a network whose code changed an attribute or a buffer while it was traced."""
-    for name in (*after, *before):
-        if name not in before or name not in after or before[name] != after[name]:
-            raise Unfoldable(f"its code changes {name!r}")
+class ModuleState:
+    """Remembers the attributes, children and hooks of the modules of a network.
+
+    Args:
+        root: the network.
+        tensors: whether parameters and buffers have to stay the same objects; otherwise only
+            whether they are None counts.
+    """
+
+    def __init__(self, root: nn.Module, *, tensors: bool = False):
+        self.tensors = tensors
+        self.modules = []
+        for name, module in root.named_modules():
+            self.modules.append((name, module, dict(vars(module)), self._tables(vars(module))))
+
+    def _tables(self, attributes: dict[str, Any]) -> list[Any]:
+        """Return types of attributes, children, tensors and hooks of a module.
+
+        They are compared at every call, so they are kept in a form that is fast to make.
+        """
+        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+        tables: list[Any] = [
+            list(map(type, attributes.values())),  # 1, 1.0 and True are equal
+            list(attributes["_modules"].values()),
+            [None if tensor is None else tensor.shape for tensor in parameters.values()],
+            list(map(type, buffers.values())),
+            sum([len(attributes[hooks]) for hooks in HOOKS]),
+        ]
+        if self.tensors:
+            tables.append([id(tensor) for tensor in (*parameters.values(), *buffers.values())])
+        return tables
+
+    def change(self) -> str:
+        """Return the name of an attribute or a module that has changed; "" if nothing has."""
+        for name, module, attributes, tables in self.modules:
+            current = vars(module)
+            if self._tables(current) != tables or not _is_equal(current, attributes):
+                return self._changed_name(name, module, attributes) or name or "the reference"
+        return ""
+
+    def _changed_name(self, name: str, module: nn.Module, attributes: dict[str, Any]) -> str:
+        for key in (*vars(module), *attributes):
+            before, after = attributes.get(key), vars(module).get(key)
+            if before is not after and not _is_equal(before, after):
+                return f"{name}.{key}".lstrip(".")
+        return ""
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except (RuntimeError, ValueError, TypeError):  # another tensor or array
+        return False
 
 
 class Rewriter:
@@ -242,7 +322,7 @@ class Rewriter:
         module_name = self.names[id(module)]
         full_name = f"{module_name}.{name}".lstrip(".")
         if self._differs(module_name, name):
-            is_queried = all(u.target is getattr and u.args[1] in QUERIES for u in node.users)
+            is_queried = all(u.target is getattr and u.args[1] in DTYPE_QUERIES for u in node.users)
             if not is_queried or name in self.per_member.get(module_name, ()):
                 raise Unfoldable(f"its code reads {full_name!r}, which differs between members")
         tensor = getattr(module, name)
@@ -346,7 +426,11 @@ class Rewriter:
     def _add_operation(self, node: torch.fx.Node) -> None:
         full_name = operation_name(node.target)
         name = full_name.strip("_")
-        if is_in_place(full_name) or node.kwargs.get("inplace") is True:
+        if node.kwargs.get("out") is not None:
+            raise Unfoldable(f"{name!r} writes its result into a tensor (out=)")
+        is_changing = is_in_place(full_name) or bool(node.kwargs.get("inplace"))
+        is_changing = is_changing or _is_in_place_by_position(node)
+        if is_changing:
             self._check_in_place(node)
         facts: Any = self.facts
         args: Any = map_arg(node.args, lambda source: facts[source])
@@ -361,6 +445,7 @@ class Rewriter:
             is_random = dropout != 0.0
         if is_random:
             # Every member draws its own numbers.
+            self._refuse_shared_change(node, is_changing)
             value = replace(value, domain=Domain.MEMBER)
         self.emit(node, value)
         if name in ("view", "reshape") and value.domain is Domain.MEMBER:
@@ -372,7 +457,7 @@ class Rewriter:
 
         A value may be computed once and used by several chunks of members.
         """
-        target = node.args[0] if node.args else node.kwargs.get("input")
+        target = node.args[0] if node.args else None
         if not isinstance(target, torch.fx.Node) or target.op in ("placeholder", "get_attr"):
             raise Unfoldable("its code changes an input or a tensor in place")
         if len(target.users) > 1 or self._may_alias(target):
@@ -381,6 +466,12 @@ class Rewriter:
         is_shared = target in self.border and target not in self.in_suffix
         if self.facts[target].domain < max(domains) or is_shared:
             raise Unfoldable("its code changes a shared value in place")
+
+    def _refuse_shared_change(self, node: torch.fx.Node, is_changing: bool) -> None:
+        """Refuse a random operation that changes in place what members share."""
+        target: Any = node.args[0]
+        if is_changing and self.facts[target].domain is not Domain.MEMBER:
+            raise Unfoldable("its code drops parts of a shared value in place")
 
     def _may_alias(self, node: torch.fx.Node) -> bool:
         """Return whether a value may be, or share memory with, the input of its operation."""
@@ -413,6 +504,7 @@ class Rewriter:
         else:
             is_random = isinstance(module, RANDOM_MODULES) and module.training
             if is_random and getattr(module, "p", 1.0) > 0:
+                self._refuse_shared_change(node, getattr(module, "inplace", False))
                 result = replace(result, domain=Domain.MEMBER)
             self.emit(node, result)
 
@@ -451,13 +543,13 @@ class Rewriter:
             return
         if not layer.mergeable:
             raise Unfoldable(f"{name!r} computes its weight")
-        if post is None and is_shared:
+        if pre is not None and self.is_plain(module) and (post or self._is_thin(module, is_shared)):
+            written = self._write_modulated(node, module, layer, is_shared)
+            pre = None
+        elif post is None and is_shared:
             # The layer is the same for all members and belongs to the prefix.
             self.emit(node, result)
             written = self.border_node(node)
-        elif pre is not None and post is not None and self.is_plain(module):
-            written = self._write_modulated(node, module, layer, is_shared)
-            pre = None
         else:
             written = self.input_of(node.args[0], is_shared)
             if post is not None:
@@ -484,6 +576,12 @@ class Rewriter:
         if type(module) in (nn.Linear, networks.Linear):
             return True
         return type(module) in CONVOLUTIONS and module.padding_mode == "zeros"
+
+    def _is_thin(self, module: nn.Module, is_shared: bool) -> bool:
+        """Return whether every member should repeat a convolution of shared inputs."""
+        if not is_shared or not isinstance(module, _ConvNd) or module.transposed:
+            return False
+        return module.weight[0].numel() <= THIN_CONVOLUTION
 
     def weights_of(
         self, module: nn.Module, layer: Layer, *, separate: bool = False
@@ -521,12 +619,14 @@ class Rewriter:
     def _write_modulated(
         self, node: torch.fx.Node, module: nn.Module, layer: Layer, is_shared: bool
     ) -> torch.fx.Node:
-        """Write a Linear layer or a convolution that is modulated on both sides."""
-        pre, post = self.sites[layer.name, "pre"], self.sites[layer.name, "post"]
+        """Write a Linear layer or a convolution with modulated outputs and, mostly, inputs."""
+        pre, post = self.sites[layer.name, "pre"], self.sites.get((layer.name, "post"))
         x = self.input_of(node.args[0], is_shared)
         weight, bias = self.weights_of(module, layer)
-        values = (self.value_node(pre.key), self.value_node(post.key))
-        arguments = (x, weight, bias, *values, post.repeat, self.count, is_shared)
+        post_value = None if post is None else self.value_node(post.key)
+        repeat = 1 if post is None else post.repeat
+        values = (self.value_node(pre.key), post_value)
+        arguments = (x, weight, bias, *values, repeat, self.count, is_shared)
         if isinstance(module, nn.Linear):
             return self.suffix.call_function(modulated_linear, arguments)
         function, options = convolution_options(module)
@@ -534,16 +634,29 @@ class Rewriter:
         return self.suffix.call_function(modulated_convolution, arguments)
 
 
+def _is_in_place_by_position(node: torch.fx.Node) -> bool:
+    """Return whether a function of torch gets ``inplace=True`` without the name."""
+    if not isinstance(node.target, FunctionType) or len(node.args) < 2:
+        return False
+    names = list(inspect.signature(node.target).parameters)
+    if "inplace" not in names:
+        return False
+    index = names.index("inplace")
+    return len(node.args) > index and node.args[index] is not False
+
+
 def rank_after(module: nn.Module, name: str, rank: int) -> int:
     """Return the rank of a module's output, if the module treats rows independently.
 
     Raises:
-        Unfoldable: if it is unknown, or if the input has no batch axis of its own.
+        Unfoldable: if it is unknown, or if the input has no batch axis.
     """
     kind = type(module).__name__
     if isinstance(module, _ConvNd):
         is_known = rank == len(module.kernel_size) + 2
     elif isinstance(module, nn.Embedding):
+        if module.scale_grad_by_freq:
+            raise Unfoldable(f"the gradient of {name!r} depends on all indices of a batch")
         return rank + 1
     elif isinstance(module, nn.RNNBase):
         raise Unfoldable(f"the batch is not the first axis of the states of {name!r}")
@@ -561,6 +674,8 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
         if isinstance(module.dim, int) and module.dim % rank > 0:
             return rank - 1 + len(module.unflattened_size)
         is_known = False
+    elif isinstance(module, nn.Softmax2d):
+        is_known = rank == 4
     elif isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)):
         is_known = isinstance(module.dim, int) and module.dim % rank > 0
     elif isinstance(module, BATCH_NORMS):
@@ -572,7 +687,7 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
         axes = next((int(letter) for letter in kind if letter.isdigit()), 0)
         is_known = axes > 0 and rank == axes + 2
     else:
-        is_known = kind in IMAGE_MODULES and rank >= 3
+        is_known = kind in IMAGE_MODULES and rank >= (4 if kind.startswith("Pixel") else 3)
         if kind.startswith("InstanceNorm") and getattr(module, "track_running_stats", False):
             is_known = False
     if not is_known:
@@ -604,10 +719,10 @@ def _graph_module(
 
 
 def _is_kept(node: torch.fx.Node) -> bool:
-    """Return whether a node stays although nothing uses its result."""
-    return node.op in ("placeholder", "output", "call_module") or is_in_place(
-        operation_name(node.target)
-    )
+    """Return whether a node stays, also if nothing uses its result."""
+    if node.users or node.op in ("placeholder", "output", "call_module"):
+        return True
+    return is_in_place(operation_name(node.target))
 
 
 # Functions of the suffix
@@ -690,7 +805,7 @@ def modulated_convolution(
     weight: Tensor,
     bias: Tensor | None,
     pre: Tensor,
-    post: Tensor,
+    post: Tensor | None,
     repeat: int,
     count: int,
     is_shared: bool,
@@ -698,7 +813,7 @@ def modulated_convolution(
     function: str,
     options: dict[str, Any],
 ) -> Tensor:
-    """Apply a convolution with modulated inputs and outputs.
+    """Apply a convolution with modulated outputs and, unless ``post`` is None, inputs.
 
     Weights are smaller than activations, so a single member's weights are merged.
     """
@@ -706,14 +821,18 @@ def modulated_convolution(
     spatial = x.dim() - 2
     # A compiled graph should be right for any number of rows, so it does not compare sizes.
     is_small = torch.compiler.is_compiling() or weight.numel() < x.numel()
-    if count == 1 and options["groups"] == 1 and is_small:
-        scale = pre.to(weight.dtype).mT * post.to(weight.dtype)
+    if count == 1 and is_small and (post is None or options["groups"] == 1):
+        scale = pre.to(weight.dtype).mT
+        if post is not None:
+            scale = scale * post.to(weight.dtype)
         if transposed:
             scale = scale.mT
         weight = weight * scale.view(*scale.shape, *(1,) * spatial)
         if bias is not None:
             bias = bias * pre[0].to(bias.dtype)
         return convolve(x, weight, bias, **options)
-    x = scale_members(x, post, count, spatial, repeat, is_shared)
+    if post is not None:
+        x = scale_members(x, post, count, spatial, repeat, is_shared)
+        is_shared = False
     x = convolve(x, weight, bias, **options)
-    return scale_members(x, pre, count, spatial, 1, False)
+    return scale_members(x, pre, count, spatial, 1, is_shared)

@@ -1,203 +1,331 @@
 """What a traced graph depends on besides its inputs.
 
 Tracing runs the user's code once. Python values that the code reads become constants of the graph:
-attributes of modules and of objects that they hold, class attributes, global variables and
-variables of closures. A :class:`Guard` remembers them; while it holds, the graph is valid.
+attributes of modules and of objects that they hold, class attributes, global variables, and
+variables of closures. A :class:`Guard` finds them from the code objects of the functions that
+``forward`` can reach, and remembers their values. While it holds, the graph is valid. Code that can
+read something else, such as the environment or a file, is :class:`Unwatchable`.
 """
 
-import random
+import dis
+import functools
+import logging
 import sys
+import threading
 from collections import deque
-from collections.abc import Iterator
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+from embens.graph.snapshots import (
+    MOST_OBJECTS,
+    PLAIN,
+    STANDARD_ATTRIBUTES,
+    attributes_of,
+    generator_state,
 )
-STANDARD_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that every module has."""
 
-_LIBRARIES = ("torch", "numpy", "math", "typing", "embens", "builtins", "functools", "inspect")
-
-
-class Same:
-    """An object that is compared by identity."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+_LIBRARIES = frozenset(
+    "torch numpy math cmath typing typing_extensions embens builtins functools inspect itertools "
+    "operator collections abc dataclasses enum copy contextlib warnings logging types string "
+    "textwrap einops jaxtyping beartype numbers re random __future__".split()
+)
+"""Packages whose functions depend on their arguments only, or whose state is compared apart."""
 
 
-def snapshot(value: Any, seen: set[int]) -> Any:
-    """Return a picture of a value; two pictures are equal if nothing in the value has changed.
-
-    Args:
-        value: any object. Modules, functions and classes are compared by identity.
-        seen: ids of the containers that are part of the picture already.
-    """
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return Same(value), 0 if value.is_inference() else value._version
-    if isinstance(value, (nn.Module, type, FunctionType, MethodType, ModuleType, torch.fx.Proxy)):
-        return Same(value)
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if hasattr(value, "bit_generator"):  # a random generator of numpy
-        return repr(value.bit_generator.state)
-    if id(value) in seen:
-        return Same(value)
-    seen.add(id(value))
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return type(value), tuple(snapshot(item, seen) for item in value)
-    if isinstance(value, dict):
-        items = []
-        for key, item in value.items():
-            items.append((snapshot(key, seen), snapshot(item, seen)))
-        return type(value), tuple(items)
-    if hasattr(value, "__dict__"):
-        # Only plain attributes: an object may lead to everything else in the process.
-        plain = {key: item for key, item in vars(value).items() if isinstance(item, PLAIN)}
-        return Same(value), tuple(plain.items())
-    return Same(value)
+_BLIND_FUNCTIONS = frozenset("globals locals vars eval exec open input compile __import__".split())
 
 
-def attributes_of(root: nn.Module) -> dict[str, Any]:
-    """Return pictures of all attributes and buffers of a network, by dotted name."""
-    pictures = {}
-    seen: set[int] = set()
-    for name, module in root.named_modules():
-        prefix = f"{name}." if name else ""
-        for key, value in vars(module).items():
-            if key not in STANDARD_ATTRIBUTES:
-                pictures[prefix + key] = snapshot(value, seen)
-        for table in (module._buffers, module._parameters, module._modules):
-            for key, value in table.items():
-                pictures[prefix + key] = Same(value)
-    return pictures
+_UNCALLED = frozenset(
+    "__init__ __new__ __repr__ __str__ __copy__ __deepcopy__ __reduce__ __reduce_ex__ __getstate__ "
+    "__setstate__ __del__ __init_subclass__ __class_getitem__ __dict__ __weakref__ __doc__ "
+    "__module__ __annotations__ __slotnames__ __abstractmethods__ _abc_impl".split()
+)
+"""Entries of classes that are not used while an object computes."""
 
 
-def random_state() -> list[Any]:
-    """Return the states of the global random generators, to see whether code draws numbers."""
-    state: list[Any] = [torch.random.get_rng_state().tolist(), random.getstate()]
-    if "numpy" in sys.modules:
-        state.append(repr(sys.modules["numpy"].random.get_state()))
-    return state
+_METHODS_IN_C = (type(list.append), type(list.__add__), type([].__add__), type(torch.Tensor.shape))
+
+
+_FIXED = (
+    *(Tensor, torch.fx.Proxy, torch.Generator, torch.memory_format, torch.layout),
+    *(ModuleType, slice, range, type(Ellipsis), logging.Logger, type(threading.Lock())),
+    *_METHODS_IN_C,
+)
+"""Types that are compared by identity. Values of tensors are inputs of a graph, or refused."""
+
+
+_MISSING = object()
+
+
+class Unwatchable(Exception):
+    """Code depends on something whose changes cannot be seen; the message says on what."""
+
+
+def torch_state() -> tuple[Any, ...]:
+    """Return global settings of torch that code may look at."""
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_num_threads(),
+    )
 
 
 class Guard:
     """Remembers the Python values that the code of a network may read.
 
+    Attributes of the network's modules are not included
+    (:class:`embens.graph.folding.ModuleState`), but the objects that these attributes hold are.
+
     Args:
         root: the network.
+
+    Raises:
+        Unwatchable: if the code may read values whose changes cannot be seen.
     """
 
     def __init__(self, root: nn.Module):
-        self.modules: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-        containers: list[Any] = []
-        functions: list[FunctionType] = []
-        for module in root.modules():
-            self.modules.append((module, dict(vars(module)), dict(module._modules)))
-            for key, value in vars(module).items():
-                function = value.__func__ if isinstance(value, MethodType) else value
-                if isinstance(function, FunctionType):
-                    functions.append(function)
-                elif key not in STANDARD_ATTRIBUTES and not isinstance(
-                    value, (*PLAIN, Tensor, nn.Module)
-                ):
-                    containers.append(value)
-        self.containers = containers
-        self.cells: list[Any] = []
-        self.hooks = [getattr(module, name) for module in root.modules() for name in HOOKS]
-        self.hook_count = sum(map(len, self.hooks))
-        # Namespaces with a name in them and its value.
-        self.names: list[tuple[Any, str, Any]] = []
-        for cls in {type(module) for module in root.modules()}:
-            for parent in cls.__mro__:
-                if parent.__module__.partition(".")[0] not in _LIBRARIES:
-                    self._watch_class(parent, functions)
-        visited: set[int] = set()
-        while functions:
-            function = functions.pop()
-            if id(function) not in visited:
-                visited.add(id(function))
-                self._watch_function(function, functions)
-        self.picture = self._picture()
+        self.root = root
+        self.names = {"forward"}  # names that occur in the code, as variables or as attributes
+        self.loaded: set[str] = set()  # those that the code reads, not only assigns
+        self.reads_any_name = False  # whether the code makes names while it runs
+        while True:
+            size = len(self.names), self.reads_any_name
+            self._walk()
+            if (len(self.names), self.reads_any_name) == size:
+                break
+        self.torch_state = torch_state()
 
-    def _picture(self) -> list[Any]:
-        seen: set[int] = set()
-        values = [*self.containers, *(cell.cell_contents for cell in self.cells)]
-        return [snapshot(value, seen) for value in values]
+    def change(self) -> str:
+        """Return a name of something that has changed; "" if nothing has."""
+        for namespace, name, value in self.variables:
+            if not _is_same(namespace.get(name, _MISSING), value):
+                return name
+        for owner, name, value in self.attributes:
+            if not _is_same(getattr(owner, name, _MISSING), value):
+                return f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
+        for container, items in self.contents:
+            if not _is_same_content(container, items):
+                return f"a {type(container).__name__}"
+        for generator, state in self.generators:
+            if generator_state(generator) != state:
+                return "the state of a random generator"
+        if torch_state() != self.torch_state:
+            return "a setting of torch"
+        return ""
 
-    def _watch_class(self, cls: type, functions: list[FunctionType]) -> None:
-        for name, value in vars(cls).items():
-            value = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(value, FunctionType):
-                functions.append(value)
-            elif isinstance(value, PLAIN):
-                self.names.append((vars(cls), name, value))
+    def holds(self) -> bool:
+        """Return whether nothing has changed."""
+        return not self.change()
 
-    def _watch_function(self, function: FunctionType, functions: list[FunctionType]) -> None:
-        """Watch the global variables and closures of a function, and the functions it calls."""
-        if function.__module__.partition(".")[0] in _LIBRARIES:
+    def refuse_reading(self, attributes: Iterable[str]) -> None:
+        """Raise Unwatchable if the code may read one of some attributes of modules."""
+        for name in attributes:
+            if self.reads_any_name or name in self.loaded:
+                raise Unwatchable(f"its code has changed {name!r}, so members differ in it")
+
+    # Finding what the code may read
+
+    def _walk(self) -> None:
+        """Visit everything that code with the known names can reach."""
+        self.variables: list[tuple[Any, str, Any]] = []  # namespaces, names in them, and values
+        self.attributes: list[tuple[Any, str, Any]] = []  # objects, names and values
+        self.contents: list[tuple[Any, Any]] = []  # containers and copies of their contents
+        self.generators: list[tuple[Any, Any]] = []  # random generators and their states
+        self.visited: dict[int, Any] = {}  # objects are kept alive, so that no id is used twice
+        self.queue: deque[Any] = deque()
+        modules = list(self.root.modules())
+        for module in modules:
+            self.visited[id(module)] = module
+        for module in modules:
+            for name, value in vars(module).items():
+                if name not in STANDARD_ATTRIBUTES and self._is_read(name):
+                    self._push(value)
+            self._push(type(module))
+        while self.queue:
+            self._visit(self.queue.popleft())
+
+    def _is_read(self, name: Any) -> bool:
+        return self.reads_any_name or name in self.names
+
+    def _push(self, value: Any) -> None:
+        if isinstance(value, PLAIN) or id(value) in self.visited:
             return
-        names = function.__code__.co_names
-        for namespace in _namespaces(function):
-            for name in names:
-                value = namespace.get(name)
-                if isinstance(value, FunctionType):
-                    functions.append(value)
-                elif name in namespace and isinstance(value, PLAIN):
-                    self.names.append((namespace, name, value))
+        if len(self.visited) > MOST_OBJECTS:
+            raise Unwatchable(f"its code reaches more than {MOST_OBJECTS} objects")
+        self.visited[id(value)] = value
+        self.queue.append(value)
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, _FIXED):
+            return
+        state = generator_state(value)
+        if state is not None:
+            self.generators.append((value, state))
+            return
+        if isinstance(value, FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, BuiltinFunctionType):
+            _refuse_package(value.__module__ or "builtins")
+            self._push(value.__self__)
+        elif isinstance(value, MethodType):
+            self._push(value.__func__)
+            self._push(value.__self__)
+        elif isinstance(value, type):
+            self._visit_class(value)
+        else:
+            self._visit_object(value)
+
+    def _visit_object(self, value: Any) -> None:
+        """Watch the contents and the attributes of an object, and visit its class."""
+        is_container = isinstance(value, (list, tuple, set, frozenset, deque, dict))
+        if is_container:
+            items: Any = dict(value) if isinstance(value, dict) else list(value)
+            self.contents.append((value, items))
+            for item in (*items, *items.values()) if isinstance(value, dict) else items:
+                self._push(item)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._push(part)
+        attributes = dict(attributes_of(value))
+        for name in self.names - attributes.keys():
+            if hasattr(value, "__dict__"):
+                self.variables.append((vars(value), name, _MISSING))
+        for name, item in attributes.items():
+            if self._is_read(name):
+                self.attributes.append((value, name, item))
+                self._push(item)
+        is_known = is_container or hasattr(value, "__dict__") or attributes
+        package = type(value).__module__.partition(".")[0]
+        if not is_known and package not in _LIBRARIES:
+            raise Unwatchable(f"its code may read an object of type {type(value).__name__!r}")
+        self._push(type(value))
+
+    def _visit_class(self, cls: type) -> None:
+        """Watch what the code may read of a class, and visit its methods."""
+        for parent in cls.__mro__:
+            package = parent.__module__.partition(".")[0]
+            if package in _LIBRARIES:
+                continue
+            if package != "types":
+                _refuse_package(package)
+            entries = vars(parent)
+            for name in self.names - entries.keys():
+                self.variables.append((entries, name, _MISSING))
+            for name, value in entries.items():
+                is_implicit = name.startswith("__") and name not in _UNCALLED
+                if is_implicit or (self._is_read(name) and name not in _UNCALLED):
+                    self.variables.append((entries, name, value))
+                    self._push(_function_of(value))
+
+    def _visit_function(self, function: FunctionType) -> None:
+        """Watch the variables of a function, and visit what they hold."""
+        package = (function.__module__ or "").partition(".")[0]
+        if package in _LIBRARIES:
+            return
+        _refuse_package(package)
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            value = getattr(function, name)
+            self.attributes.append((function, name, value))
+            if name != "__code__":
+                self._push(value)
+        self._push(vars(function))
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
             except ValueError:  # the variable has no value yet
                 continue
-            if isinstance(value, FunctionType):
-                functions.append(value)
-            elif not isinstance(value, (nn.Module, type, ModuleType)):
-                self.cells.append(cell)
+            self.attributes.append((cell, "cell_contents", value))
+            self._push(value)
+        for code in _nested_codes(function.__code__):
+            self._visit_code(code, function.__globals__)
 
-    def holds(self) -> bool:
-        """Return whether nothing has changed."""
-        if sum(map(len, self.hooks)) != self.hook_count:
-            return False
-        for module, attributes, children in self.modules:
-            if module._modules != children or not _is_equal(vars(module), attributes):
-                return False
-        for namespace, name, value in self.names:
-            if namespace.get(name) != value:
-                return False
-        # torch.compile has guards for containers of its own and cannot follow a picture.
-        return torch.compiler.is_compiling() or self._picture() == self.picture
+    def _visit_code(self, code: CodeType, namespace: dict[str, Any]) -> None:
+        self.names.update(code.co_names)
+        self.names.update(constant for constant in code.co_consts if isinstance(constant, str))
+        self.loaded.update(constant for constant in code.co_consts if isinstance(constant, str))
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                self.loaded.add(instruction.argval)
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                self._visit_variable(namespace, instruction.argval, code.co_names)
+            elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                raise Unwatchable(f"its code changes the global variable {instruction.argval!r}")
+            elif instruction.opname == "IMPORT_NAME":
+                self._visit_package(sys.modules.get(instruction.argval), code.co_names)
+
+    def _visit_variable(
+        self, namespace: dict[str, Any], name: str, attributes: Iterable[str]
+    ) -> None:
+        """Watch a variable of a module, and visit its value."""
+        value = namespace.get(name, _MISSING)
+        self.variables.append((namespace, name, value))
+        if value is _MISSING:
+            if name in _BLIND_FUNCTIONS:
+                raise Unwatchable(f"its code calls {name!r}")
+            self.reads_any_name = self.reads_any_name or name == "getattr"
+        elif isinstance(value, ModuleType):
+            self._visit_package(value, attributes)
+        else:
+            self._push(value)
+
+    def _visit_package(self, package: ModuleType | None, attributes: Iterable[str]) -> None:
+        """Watch the variables of a Python module that code with some attributes may read."""
+        if package is None or package.__name__.partition(".")[0] in _LIBRARIES:
+            return
+        _refuse_package(package.__name__.partition(".")[0])
+        attributes = tuple(attributes)
+        key = id(package) ^ hash(attributes)
+        if key not in self.visited:
+            self.visited[key] = package
+            for name in attributes:
+                if name in vars(package):
+                    self._visit_variable(vars(package), name, attributes)
 
 
-def _namespaces(function: FunctionType) -> Iterator[dict[str, Any]]:
-    """Yield the global variables of a function and those of modules that it names."""
-    yield function.__globals__
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _LIBRARIES:
-            yield vars(value)
+def _refuse_package(name: str) -> None:
+    """Refuse code of Python's standard library that may depend on time, files and the like."""
+    root = name.partition(".")[0]
+    if root in sys.stdlib_module_names and root not in _LIBRARIES and root != "__main__":
+        raise Unwatchable(f"its code uses the module {root!r}")
 
 
-def _is_equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    try:
-        return left == right
-    except RuntimeError:  # another tensor with several elements
+def _function_of(value: Any) -> Any:
+    """Return the function behind a property, a class method or a cached property."""
+    for attribute in ("fget", "__func__", "func"):
+        function = getattr(value, attribute, None)
+        if isinstance(function, FunctionType):
+            return function
+    return value
+
+
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of the functions and comprehensions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested_codes(constant)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Return whether a value is the object that it was, or an equal plain value."""
+    if value is before:
+        return True
+    is_plain = isinstance(value, PLAIN) and type(value) is type(before)
+    return is_plain and value == before
+
+
+def _is_same_content(container: Any, items: Any) -> bool:
+    if len(container) != len(items):
         return False
+    if isinstance(items, dict):
+        same_keys = all(_is_same(*keys) for keys in zip(container, items, strict=True))
+        container, items = container.values(), items.values()
+        if not same_keys:
+            return False
+    return all(_is_same(*pair) for pair in zip(container, items, strict=True))

@@ -12,7 +12,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.graph.rowwise import Domain, Unfoldable, Value
+from embens.graph.domains import Domain, Unfoldable, Value
 from embens.sites import Layer
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def member_batch_norm(
     momentum: float | None,
     eps: float,
 ) -> Tensor:
-    """Normalise the rows of each member by its own statistics, and update them."""
+    """Normalise the rows of each member by its statistics, and update them."""
     batches = tensors[4]
     if uses_batch and batches is not None:
         batches.add_(1)

@@ -13,6 +13,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,87 +21,38 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from embens.graph.captures import explain_copying
+from embens.graph.composites import (
+    pass_attention,
+    pass_black_box,
+    pass_recurrent,
+    trace_encoder,
+    trace_encoder_layer,
+)
+from embens.graph.misreadings import OutsideGraph, Untraceable
+from embens.graph.operations import (
+    AFFINE,
+    CHANNELWISE,
+    FLATTENING,
+    RANDOM_FUNCTIONS,
+    RANDOM_MODULES,
+    SHAPE_QUERIES,
+    VIEWS,
+    changed_arguments,
+    operation_name,
+)
 from embens.sites import Layer, find_layers, is_layer
 
-RANDOM_MODULES = (
-    nn.modules.dropout._DropoutNd,
-    nn.RReLU,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-)
-ELEMENTWISE = frozenset(
-    "relu leaky_relu elu selu celu gelu silu mish softplus hardtanh hardswish hardsigmoid relu6 "
-    "tanh sigmoid logsigmoid abs erf sin cos exp log sqrt rsqrt square pow clamp clamp_min "
-    "clamp_max softsign tanhshrink dropout dropout1d dropout2d dropout3d alpha_dropout "
-    "feature_alpha_dropout add sub mul div truediv iadd isub imul itruediv radd rsub rmul neg "
-    "contiguous clone to float double half bfloat16 type_as detach".split()
-)
-POOLING = frozenset(
-    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
-    "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
-    "adaptive_max_pool3d boolean_dispatch".split()
-)
-# Operations and modules that keep axis 1 as the axis of channels.
-CHANNELWISE = (
-    ELEMENTWISE
-    | POOLING
-    | frozenset(name for name in nn.modules.activation.__all__ if name != "MultiheadAttention")
-    | frozenset(
-        (
-            *nn.modules.batchnorm.__all__,
-            *nn.modules.instancenorm.__all__,
-            *nn.modules.dropout.__all__,
-            *nn.modules.pooling.__all__,
-            *nn.modules.padding.__all__,
-            *nn.modules.upsampling.__all__,
-            *("GroupNorm", "LocalResponseNorm", "Identity"),
-        )
-    )
-    | frozenset(
-        "prelu lp_pool1d lp_pool2d batch_norm group_norm instance_norm local_response_norm "
-        "interpolate upsample pad".split()
-    )
-)
-# Operations whose result is affine in whatever their argument was affine in.
-AFFINE = frozenset(
-    "add sub iadd isub radd rsub neg flatten view reshape squeeze unsqueeze permute transpose "
-    "movedim swapaxes getitem mean sum cat concat stack contiguous clone to float double type_as "
-    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
-    "dropout expand chunk split unbind select narrow Identity Flatten Unflatten AvgPool1d "
-    "AvgPool2d AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d Dropout "
-    "PixelShuffle pixel_shuffle Upsample unflatten".split()
-)
-FLATTENING = frozenset("flatten Flatten view reshape mean amax squeeze".split())
-SHAPE_QUERIES = frozenset("shape size dim ndim numel len dtype device".split())
-TENSOR_QUERIES = frozenset(
-    "requires_grad is_cuda is_meta layout is_sparse is_leaf is_floating_point is_complex "
-    "names __len__ __hash__".split()
-)
-RANDOM_FUNCTIONS = frozenset(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu bernoulli "
-    "rand_like randn_like gumbel_softmax rand randn normal uniform multinomial".split()
-)
-VIEWS = frozenset(
-    "getitem view view_as reshape flatten unflatten squeeze unsqueeze permute transpose t movedim "
-    "swapaxes chunk split unbind select narrow expand expand_as detach contiguous getattr".split()
-)
+# Tracing
 
 _TRACING = threading.Lock()
 """torch.fx replaces ``nn.Module.__call__`` for all threads while it traces."""
 
 
-# Tracing
-
-
-class Untraceable(Exception):
-    """A network cannot be traced into a graph that is right for every call."""
-
-
 class Tracer(torch.fx.Tracer):
-    """A torch.fx tracer whose leaves are parameter layers, attentions and torch's own modules.
+    """A torch.fx tracer with parameter layers, attentions and modules of torch as leaves.
 
     Args:
         root: the network to trace. Tracing may leave symbolic values in its attributes, so pass a
@@ -130,23 +82,16 @@ class Tracer(torch.fx.Tracer):
         self.parameters_of = {id(module): dict(module._parameters) for module in root.modules()}
         self.open_modules: list[str] = []  # modules whose forward is being traced
 
-    def trace_graph(self, root: nn.Module, *, exact: bool = False) -> torch.fx.Graph:
-        """Return the graph of a network.
-
-        Args:
-            root: the network.
-            exact: whether the graph has to give the results of the code at every later call, so
-                that code which computes with tensors outside of the graph is refused.
-        """
-        self.saving_hooks = _saving_hooks() if exact else None
-        self.exact = exact
-        with _TRACING, _OutsideGraph(refused=exact):
+    def trace_graph(self, root: nn.Module) -> torch.fx.Graph:
+        """Return the graph of a network."""
+        with _TRACING, self.checks(root):
             return self.trace(root)
 
-    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        if self.exact and _saving_hooks() != self.saving_hooks:
-            raise Untraceable("the code recomputes or moves its activations")
-        return super().create_node(*args, **kwargs)
+    def checks(self, root: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which code that must not be traced raises an error."""
+        if has_user_code(root):
+            return OutsideGraph(refused=False)
+        return nullcontext()
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         """Make placeholders of the symbolic arguments and fill in the constants."""
@@ -192,91 +137,21 @@ class Tracer(torch.fx.Tracer):
             raise Untraceable(f"the code replaces the parameters of {name!r}")
         if name not in self.opaque:
             if type(m) is nn.TransformerEncoder:
-                return _trace_encoder(m, *args, **kwargs)
+                return trace_encoder(m, *args, **kwargs)
             if type(m) is nn.TransformerEncoderLayer:
-                return _trace_encoder_layer(m, *args, **kwargs)
+                return trace_encoder_layer(m, *args, **kwargs)
         self.open_modules.append(name)
         result = super().call_module(m, forward, args, kwargs)
         self.open_modules.pop()
         return result
 
 
-def _saving_hooks() -> Any:
-    """Return the hooks that torch.utils.checkpoint and save_on_cpu set, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-class _OutsideGraph(TorchFunctionMode):
-    """Sees computations with real tensors while a network is traced.
-
-    Their results are constants of the graph. Such code looks at values, draws random numbers,
-    updates parameters, or recomputes activations (``torch.utils.checkpoint``).
-
-    Args:
-        refused: whether they are refused; otherwise only changes in place are, as a traced copy
-            shares its parameters with the reference.
-    """
-
-    def __init__(self, *, refused: bool):
-        super().__init__()
-        self.refused = refused
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        is_symbolic = any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves)
-        owner = getattr(func, "__self__", None)  # for a property of a tensor
-        name = getattr(owner, "__name__", None) or getattr(func, "__name__", "")
-        is_query = name in SHAPE_QUERIES or name in TENSOR_QUERIES
-        if is_symbolic or is_query or not (self.refused or is_in_place(name)):
-            return func(*args, **kwargs)
-        raise Untraceable(f"the code computes with tensors that are not inputs ({name!r})")
-
-
-def _trace_encoder(
-    encoder: nn.TransformerEncoder,
-    src: Any,
-    mask: Any = None,
-    src_key_padding_mask: Any = None,
-    is_causal: bool | None = None,
-) -> Any:
-    """Do what ``nn.TransformerEncoder`` does, without its checks of concrete values."""
-    for layer in encoder.layers:
-        src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask)
-    if encoder.norm is not None:
-        src = encoder.norm(src)
-    return src
-
-
-def _trace_encoder_layer(
-    layer: nn.TransformerEncoderLayer,
-    src: Any,
-    src_mask: Any = None,
-    src_key_padding_mask: Any = None,
-    is_causal: bool = False,
-) -> Any:
-    """Do what ``nn.TransformerEncoderLayer`` does, without its fused kernel."""
-
-    def attend(x: Any) -> Any:
-        x, _ = layer.self_attn(
-            x,
-            x,
-            x,
-            attn_mask=src_mask,
-            key_padding_mask=src_key_padding_mask,
-            need_weights=False,
-        )
-        return layer.dropout1(x)
-
-    def feed_forward(x: Any) -> Any:
-        x = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
-        return layer.dropout2(x)
-
-    if layer.norm_first:
-        src = src + attend(layer.norm1(src))
-        return src + feed_forward(layer.norm2(src))
-    src = layer.norm1(src + attend(src))
-    return layer.norm2(src + feed_forward(src))
+def has_user_code(root: nn.Module) -> bool:
+    """Return whether a network contains classes that are not torch's or embens'."""
+    for module in root.modules():
+        if not type(module).__module__.startswith(("torch.nn.", "embens.")):
+            return True
+    return False
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -295,7 +170,24 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
             if isinstance(value, Tensor) and value.is_meta:
                 shared[id(value)] = value
     shared.update(memo or {})
-    return copy.deepcopy(module, shared)
+    return _deep_copy(module, shared)
+
+
+def copy_reference(reference: nn.Module) -> nn.Module:
+    """Return a deep copy of a network that shares no tensor with it.
+
+    Raises:
+        TypeError: names the attribute that cannot be copied.
+    """
+    return _deep_copy(reference, detached_state(reference))
+
+
+def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception as error:  # classes of the user may raise anything
+        explain_copying(module, memo, error)
+        raise
 
 
 def detached_state(module: nn.Module) -> dict[int, Any]:
@@ -333,6 +225,17 @@ class Trail:
     flat: int | None = None
     weight_of: frozenset[str] = frozenset()
     random: bool = False
+
+    def through(
+        self,
+        upstream: frozenset[str],
+        affine: frozenset[str] = frozenset(),
+        channels: int | None = None,
+        *,
+        random: bool = False,
+    ) -> "Trail":
+        """Return the trail of the output of a module that this value is the input of."""
+        return Trail(upstream, affine, channels, random=self.random or random)
 
 
 @dataclass
@@ -399,10 +302,9 @@ class FlowReader:
             arguments: all arguments but the first.
         """
         operation = name.strip("_")
-        is_attribute_query = (
-            operation == "getattr" and arguments[:1] and arguments[0] in SHAPE_QUERIES
-        )
-        if operation in SHAPE_QUERIES or is_attribute_query:
+        if operation == "getattr" and arguments:
+            operation, arguments = str(arguments[0]), arguments[1:]
+        if operation in SHAPE_QUERIES:
             return Trail()
         upstream: frozenset[str] = frozenset().union(*(trail.upstream for trail in trails))
         weights: frozenset[str] = frozenset().union(*(trail.weight_of for trail in trails))
@@ -464,17 +366,19 @@ class FlowReader:
         arguments = (module.start_dim,) if isinstance(module, nn.Flatten) else ()
         joint = self.apply_operation(type(module).__name__, trails, arguments)
         if isinstance(module, nn.MultiheadAttention):
-            return self._apply_attention(name, trails, joint)
+            return pass_attention(self.flow, name, trails, joint)
         if name in self.layers:
             inputs = trails[0] if len(trails) == 1 else joint
+            if isinstance(module, nn.RNNBase):
+                return pass_recurrent(self, name, module, inputs)
             return self._apply_layer(self.layers[name], inputs, positions=positions)
         if isinstance(module, RANDOM_MODULES):
             return replace(joint, random=joint.random or getattr(module, "p", 1.0) > 0)
         if not any(is_layer(part) for part in module.modules()):
             if any(True for _ in module.buffers()):
-                self._note_buffers(name, joint)
+                self.note_buffers(name, joint)
             return joint
-        return self._apply_black_box(module, name, joint)
+        return pass_black_box(self, module, name, joint)
 
     def _apply_layer(self, layer: Layer, inputs: Trail, *, positions: bool = False) -> Trail:
         self.flow.upstream.setdefault(layer.name, set()).update(inputs.upstream)
@@ -482,11 +386,9 @@ class FlowReader:
         spatial = isinstance(module, _ConvNd)
         if layer.inputs and not spatial:
             self._note_channels(layer, inputs, positions)
-        recurrent = isinstance(module, nn.RNNBase)
-        affine = frozenset() if recurrent else inputs.affine | {layer.name}
+        affine = inputs.affine | {layer.name}
         channels = layer.outputs if spatial else None
-        upstream = inputs.upstream | {layer.name}
-        return Trail(upstream, affine, channels, random=inputs.random)
+        return inputs.through(inputs.upstream | {layer.name}, affine, channels)
 
     def _note_channels(self, layer: Layer, inputs: Trail, positions: bool) -> None:
         """Find out how many features of a Linear layer belong to one channel before a Flatten."""
@@ -509,54 +411,10 @@ class FlowReader:
                 f"how the {layer.inputs} input features of {layer.name!r} make channels"
             )
 
-    def _apply_attention(self, name: str, trails: list[Trail], joint: Trail) -> Trail:
-        projections = [f"{name}.{part}".lstrip(".") for part in ("q_proj", "k_proj", "v_proj")]
-        sources = trails[:3] if len(trails) >= 3 else (trails * 3)[:3]
-        for projection, source in zip(projections, sources, strict=False):
-            self.flow.upstream.setdefault(projection, set()).update(source.upstream)
-        out = f"{name}.out_proj".lstrip(".")
-        before = joint.upstream.union(projections)
-        self.flow.upstream.setdefault(out, set()).update(before)
-        return Trail(before | {out}, frozenset({out}), random=joint.random)
-
-    def _apply_black_box(self, module: nn.Module, name: str, trail: Trail) -> Trail:
-        """Take the layers inside a module in the order of registration."""
-        parts = []
-        inside_attention: set[int] = set()
-        for part in module.modules():
-            if isinstance(part, nn.MultiheadAttention):
-                inside_attention |= {id(child) for child in part.children()}
-            if is_layer(part) and id(part) not in inside_attention:
-                parts.append(part)
-        if len(parts) > 1 and not type(module).__module__.startswith("torch.nn"):
-            self.flow.guesses.append(f"the order of the layers inside {name or 'the reference'!r}")
-        draws = any(isinstance(part, RANDOM_MODULES) for part in module.modules())
-        trail = Trail(trail.upstream, random=trail.random or draws)
-        for part in parts:
-            trail = self.apply_module(part, self.names[id(part)], [trail])
-            trail = replace(trail, affine=frozenset(), channels=None)
-        for part_name, part in module.named_modules():
-            if not is_layer(part) and any(True for _ in part.buffers(recurse=False)):
-                full_name = f"{name}.{part_name}".strip(".")
-                self._note_buffers(full_name, trail)
-        return trail
-
-    def _note_buffers(self, name: str, inputs: Trail) -> None:
+    def note_buffers(self, name: str, inputs: Trail) -> None:
         self.flow.norms.setdefault(name, set()).update(inputs.upstream)
         if inputs.random:
             self.flow.random.add(name)
-
-
-def is_in_place(operation: str) -> bool:
-    """Return whether an operation of this name changes its first argument."""
-    if operation.strip("_") in ("iadd", "isub", "imul", "itruediv", "setitem", "ipow"):
-        return True
-    return operation.endswith("_") and not operation.startswith("__")
-
-
-def operation_name(target: Any) -> str:
-    """Return the name of the target of a torch.fx node."""
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def read_graph(root: nn.Module, graph: torch.fx.Graph) -> Flow:
@@ -573,8 +431,8 @@ def read_graph(root: nn.Module, graph: torch.fx.Graph) -> Flow:
             name = operation_name(node.target)
             arguments = tuple(node.args[1:]) + tuple(node.kwargs.values())
             trails[node] = reader.apply_operation(name, sources, arguments)
-            if is_in_place(name) or node.kwargs.get("inplace"):
-                _overwrite(node.args[0], trails[node], trails)
+            for target in changed_arguments(name, node.args, node.kwargs):
+                _overwrite(target, trails[node], trails)
         elif node.op == "get_attr":
             trails[node] = reader.read_weight(_get_tensor(root, node.target))
         elif node.op == "output":

@@ -4,6 +4,7 @@ Python code of any kind can be followed this way. Values are followed through to
 through calls of modules; the analysis is that of :mod:`embens.graph.reading`.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from embens.graph.reading import (
-    RANDOM_MODULES,
-    Flow,
-    FlowReader,
-    Trail,
-    copy_module,
-    is_in_place,
-    read_flow,
-)
+from embens.graph.operations import RANDOM_MODULES, changed_arguments
+from embens.graph.reading import Flow, FlowReader, Trail, detached_state, read_flow
 from embens.sites import is_layer
 
 
@@ -59,9 +53,8 @@ def watch_flow(reference: nn.Module, example_input: Any) -> Flow:
 
 
 def _private_copy(reference: nn.Module) -> nn.Module:
-    """Return a copy that shares the parameters but not the buffers, which a call may change."""
-    buffers = {id(buffer): buffer.detach().clone() for buffer in reference.buffers()}
-    return copy_module(reference, buffers)
+    """Return a copy that shares no tensor, as a call may change buffers and parameters."""
+    return copy.deepcopy(reference, detached_state(reference))
 
 
 def _watch(root: nn.Module, example_input: Any) -> Flow:
@@ -112,20 +105,27 @@ class _Watcher(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if self.leaf_depth or name in ("__get__", "__set__"):
+        if self.leaf_depth:
             return result
+        if name == "__set__":  # such as ``x.data = y``
+            for trail in self.trails_of(args[1:]):
+                self.mark(args[0], trail)
+            return result
+        if name == "__get__":  # a property such as ``x.mT``
+            name = func.__self__.__name__
         arguments = tuple(args[1:]) + tuple(kwargs.values())
         trail = self.reader.apply_operation(name, self.trails_of((args, kwargs)), arguments)
-        if is_in_place(name) or kwargs.get("inplace"):
-            self.overwrite(args[0], trail)
+        for target in changed_arguments(name, args, kwargs):
+            if isinstance(target, Tensor):
+                self.overwrite(target, trail)
         self.mark(result, trail)
         return result
 
     def overwrite(self, target: Tensor, trail: Trail) -> None:
         """Give all values that share memory with a changed value a new trail."""
-        memory = target.untyped_storage().data_ptr()
+        memory = _memory(target)
         for tensor, old in list(self.trails.values()):
-            if tensor.untyped_storage().data_ptr() == memory:
+            if tensor is target or (memory and _memory(tensor) == memory):
                 self.mark(tensor, Trail(old.upstream | trail.upstream, frozenset(), old.channels))
 
     @contextmanager
@@ -169,6 +169,14 @@ class _Watcher(TorchFunctionMode):
             sources = self.trails_of(value)
             trails.append(sources[0] if sources else Trail())
         return trails
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 if it has none, as tensors of torch.func."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def _tensors(values: Any) -> list[Tensor]:

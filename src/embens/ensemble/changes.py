@@ -1,0 +1,206 @@
+"""Changes of parameters and buffers by the user's code.
+
+A buffer that a pass updates becomes a buffer of each member. Parameters that a pass changes, and
+tensors that it registers, removes or gives another shape, are errors that name the tensor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from embens.ensemble.copies import MemberCopy
+
+
+@dataclass
+class BufferChange:
+    """A shared buffer that a pass has changed."""
+
+    module: str
+    name: str
+    before: Tensor
+    after: Tensor
+    is_replaced: bool
+
+
+class StateGuard:
+    """Finds parameters and buffers that the user's code changes in a pass.
+
+    Args:
+        copied: the copy that is about to run.
+        compare: whether to compare the values of parameters, which finds changes of
+            ``parameter.data``. Members run the same code, so this is done for one member of each
+            pass.
+    """
+
+    def __init__(self, copied: MemberCopy, *, compare: bool):
+        self.copied = copied
+        self.modules: list[tuple[str, nn.Module, dict, dict]] = []
+        self.children: list[list[nn.Module]] = []
+        self.marks: dict[str, tuple[int, int]] = {}  # version and address of parameters
+        self.saved: dict[str, Tensor] = {}  # values of shared buffers
+        shared_buffers = {}
+        for prefix, module, _ in copied.pairs:
+            shared_buffers[prefix] = module._buffers
+        for name, module in copied.module.named_modules():
+            prefix = f"{name}." if name else ""
+            parameters, buffers = dict(module._parameters), dict(module._buffers)
+            self.modules.append((prefix, module, parameters, buffers))
+            self.children.append(list(module._modules.values()))
+            if getattr(module, "max_norm", None) is None:  # such an embedding scales its rows
+                for key, parameter in parameters.items():
+                    if parameter is not None:
+                        self.marks[prefix + key] = _mark(parameter)
+            for key, buffer in buffers.items():
+                if buffer is not None and shared_buffers.get(prefix, {}).get(key) is buffer:
+                    self.saved[prefix + key] = buffer.detach().clone()
+        self.compared = self._compared_parameters() if compare else {}
+        self.sums = _sums(self.compared)
+
+    def _compared_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters whose values can be compared: not those of torch.func."""
+        compared = {}
+        for prefix, _, parameters, _ in self.modules:
+            for key, parameter in parameters.items():
+                if self.marks.get(prefix + key, (0, 0))[1]:
+                    compared[prefix + key] = parameter
+        return compared
+
+    def check(self) -> None:
+        """Raise if the pass changed parameters, or registered or removed something."""
+        for (prefix, module, parameters, buffers), children in zip(
+            self.modules, self.children, strict=True
+        ):
+            _check_names(prefix, "parameter", parameters, module._parameters)
+            _check_names(prefix, "buffer", buffers, module._buffers)
+            if list(module._modules.values()) != children:
+                owner = prefix.removesuffix(".") or "the reference"
+                raise RuntimeError(
+                    f"the forward of the reference changes the modules of {owner!r}. Register all "
+                    "modules in __init__."
+                )
+            for key, buffer in buffers.items():
+                if buffer is None and module._buffers[key] is not None:
+                    check_buffer(prefix + key, None, module._buffers[key])
+            for key, parameter in parameters.items():
+                if module._parameters[key] is not parameter:
+                    _refuse_parameter(prefix + key)
+                mark = self.marks.get(prefix + key)
+                if mark is not None and mark != _mark(parameter):
+                    _refuse_parameter(prefix + key)
+        for name, is_same in zip(self.compared, _sums(self.compared) == self.sums, strict=True):
+            if not is_same:
+                _refuse_parameter(name)
+
+    def buffer_changes(self) -> list[BufferChange]:
+        """Return the shared buffers that the pass changed."""
+        changes = []
+        for prefix, module, _, buffers in self.modules:
+            for key, buffer in buffers.items():
+                saved = self.saved.get(prefix + key)
+                if saved is None:
+                    continue
+                new = module._buffers[key]
+                if new is buffer and _is_equal(buffer, saved):
+                    continue
+                check_buffer(prefix + key, saved, new)
+                name = prefix.removesuffix(".")
+                after = new.detach().clone()
+                changes.append(BufferChange(name, key, saved, after, new is not buffer))
+        return changes
+
+    def store_buffers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keep buffers of the member that the code replaced instead of updating them in place.
+
+        Returns:
+            Buffers that were replaced for the first time, by name. Autograd may have saved their
+            old values, so these are not overwritten.
+        """
+        first_time = {}
+        for name, key, table in self.copied.separate:
+            full_name = f"{name}.{key}".lstrip(".")
+            if table != "_buffers":
+                continue
+            new = self.copied.module.get_submodule(name)._buffers[key]
+            old = tensors[full_name]
+            # ``buffer.data = …`` gives an alias other memory.
+            is_alias = new is self.copied.aliases.get(full_name)
+            if new is old or (is_alias and _mark(new)[1] == _mark(old)[1]):
+                continue
+            check_buffer(full_name, old, new)
+            if full_name in self.copied.replaced:
+                with torch.no_grad():
+                    old.copy_(new)
+            else:
+                first_time[full_name] = new.detach()
+        return first_time
+
+
+def check_buffer(name: str, before: Tensor | None, after: Tensor | None) -> None:
+    """Raise if a buffer has got another shape or type, or was set to None."""
+    if before is None:
+        raise RuntimeError(
+            f"the forward of the reference changes the buffer {name!r}, which is None. Register it "
+            "with its final shape and type."
+        )
+    if after is None:
+        raise RuntimeError(
+            f"the forward of the reference changes the buffer {name!r} to None. Update it in place."
+        )
+    if (after.shape, after.dtype) != (before.shape, before.dtype):
+        raise RuntimeError(
+            f"the forward of the reference changes the buffer {name!r} from {_kind(before)} to "
+            f"{_kind(after)}. Register it with its final shape and type."
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)} and {tensor.dtype}"
+
+
+def _check_names(prefix: str, kind: str, before: dict, after: dict) -> None:
+    for key in after:
+        if key not in before:
+            raise RuntimeError(
+                f"the forward of the reference registers the {kind} {prefix + key!r}. Register it "
+                "in __init__."
+            )
+    for key in before:
+        if key not in after:
+            raise RuntimeError(
+                f"the forward of the reference removes the {kind} {prefix + key!r}. Keep it."
+            )
+
+
+def _refuse_parameter(name: str) -> None:
+    raise RuntimeError(
+        f"the forward of the reference changes its parameter {name!r}, and members share it. Make "
+        "it a buffer (register_buffer), or change it outside of the forward."
+    )
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Return version and address of a tensor, which most changes alter."""
+    version = 0 if tensor.is_inference() else tensor._version
+    try:
+        return version, tensor.data_ptr()
+    except RuntimeError:  # a tensor of torch.func, or another one without memory
+        return version, 0
+
+
+def _sums(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of each tensor, in double precision; NaN counts as 0."""
+    sums = []
+    for tensor in tensors.values():
+        value = tensor.detach()
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        sums.append(value.sum(dtype=torch.float64).cpu())
+    return torch.stack(sums).nan_to_num() if sums else torch.zeros(0)
+
+
+def _is_equal(left: Tensor, right: Tensor) -> bool:
+    if left.is_meta:
+        return True
+    return bool(((left == right) | ((left != left) & (right != right))).all())

@@ -1,0 +1,355 @@
+"""Copies of the reference: one for each member, with the member's tensors and attributes.
+
+A copy has the user's classes and code. It shares every tensor that does not differ between members.
+Attributes that the user's code changes belong to the member; attributes that are changed on the
+reference are passed on to all copies.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves, tree_map
+
+from embens.graph.reading import copy_module
+from embens.graph.snapshots import PLAIN, STANDARD_ATTRIBUTES, snapshot
+from embens.sites import Layer
+
+if TYPE_CHECKING:
+    from embens.ensemble.module import EmbeddedEnsemble
+
+_TABLES = ("_parameters", "_buffers", "_modules", "parametrizations")
+_ATOMIC = (*PLAIN, nn.Module, FunctionType, MethodType, type)
+"""Values that have no contents of their own, or are followed elsewhere."""
+
+_OWNED = (nn.Module, MethodType)
+_MISSING = object()
+
+
+class Attributes:
+    """Attributes of the modules of a network, and whether they have changed since the last look.
+
+    Args:
+        root: the network.
+    """
+
+    def __init__(self, root: nn.Module):
+        self.root = root
+        self.values: dict[tuple[str, str], Any] = {}
+        self.pictures: dict[tuple[str, str], Any] = {}
+        for _ in self.changes():
+            pass
+
+    def changes(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield module, name and value of new, changed and removed attributes, and note them."""
+        present = set()
+        for name, module in self.root.named_modules():
+            for key, value in list(vars(module).items()):
+                if key in STANDARD_ATTRIBUTES:
+                    continue
+                present.add((name, key))
+                if self._note(name, key, value):
+                    yield name, key, value
+        for name, key in self.values.keys() - present:
+            del self.values[name, key]
+            yield name, key, _MISSING
+
+    def _note(self, name: str, key: str, value: Any) -> bool:
+        """Return whether an attribute has changed, and remember its value."""
+        is_same = self.values.get((name, key), _MISSING) is value
+        if is_same and isinstance(value, _ATOMIC):
+            return False
+        picture = snapshot(value, set())
+        is_same = is_same and self.pictures[name, key] == picture
+        self.values[name, key] = value
+        self.pictures[name, key] = picture
+        return not is_same
+
+
+class MemberCopy:
+    """A copy of the reference that holds the tensors of one member.
+
+    Args:
+        ensemble: the ensemble.
+        plain: whether parametrized layers become plain ones, whose weight is a parameter.
+            Otherwise their parameters are those of the user's layer, and the weight is computed.
+    """
+
+    def __init__(self, ensemble: "EmbeddedEnsemble", *, plain: bool = False):
+        reference = ensemble.reference
+        self.module = copy_module(reference)
+        self.weights_table = "_parameters" if plain else "_buffers"
+        self.calls: dict[str, int] = {}  # calls of layers whose parametrization has state
+        for name, module in list(self.module.named_modules()):
+            if not plain and _has_state(module):
+                self._count_calls(name, module)
+            _open_parametrizations(module, self.weights_table, plain=plain)
+        # Buffers of the member in the memory of the stacked ones, and names of buffers that the
+        # code replaces.
+        self.aliases: dict[str, Tensor] = {}
+        self.replaced: set[str] = set()
+        # Modules of the reference with their copies.
+        self.pairs: list[tuple[str, nn.Module, nn.Module]] = []
+        copies = dict(self.module.named_modules())
+        for name, module in reference.named_modules():
+            if name in copies:
+                self.pairs.append((f"{name}." if name else "", module, copies[name]))
+        self.separate: list[tuple[str, str, str]] = []  # module, tensor, table
+        for item in ensemble.spec.per_member:
+            for key in item.tensors:
+                stack = ensemble.individual[f"{item.module}.{key}".lstrip(".")]
+                table = "_parameters" if isinstance(stack, nn.Parameter) else "_buffers"
+                self.add_separate(item.module, key, table)
+        differing = {site.layer for site in (*ensemble.spec.sites, *ensemble.spec.low_rank)}
+        differing |= {item.module for item in ensemble.spec.per_member}
+        for name in differing & set(copies):
+            if isinstance(copies[name], (nn.Embedding, nn.EmbeddingBag)):
+                # torch cannot take sparse gradients through the member's weight.
+                copies[name].sparse = False
+        self.scales: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        for name in {site.layer for site in ensemble.spec.sites}:
+            if not ensemble.layers[name].mergeable:
+                self._scale_by_hooks(ensemble.layers[name])
+        self.held_parameters = self._find_held_parameters()
+        self.initial = Attributes(self.module)
+        self.changed: dict[tuple[str, str], Any] = {}  # attributes that the member's code has set
+
+    def _find_held_parameters(self) -> list[tuple[nn.Module, str, Any]]:
+        """Return attributes that hold parameters of the reference, besides their layers."""
+        owned = set()
+        for _, module, _ in self.pairs:
+            owned |= {id(parameter) for parameter in module._parameters.values()}
+        owned.discard(id(None))
+        held_parameters = []
+        for _, module, copied in self.pairs:
+            if type(module).__module__.startswith("torch.nn."):
+                continue  # recurrent layers have lists of their weights, which they update
+            for key, value in vars(module).items():
+                is_attribute = key not in STANDARD_ATTRIBUTES
+                if is_attribute and any(id(leaf) in owned for leaf in tree_leaves(value)):
+                    held_parameters.append((copied, key, value))
+        return held_parameters
+
+    def add_separate(self, name: str, key: str, table: str) -> None:
+        """Replace a tensor of a module by that of the member."""
+        vars(self.module.get_submodule(name)).pop(key, None)
+        self.separate.append((name, key, table))
+
+    def sync_modes(self) -> None:
+        """Copy the training mode of every module; torch.compile can follow this."""
+        for _, module, copied in self.pairs:
+            copied.training = module.training
+
+    def assign(self, name: str, key: str, value: Any) -> None:
+        """Set an attribute that was changed on the reference."""
+        module = self.module.get_submodule(name)
+        # The placeholder of a tensor that members have separately is not an attribute.
+        if key in module._parameters or key in module._buffers:
+            return
+        if value is _MISSING:
+            vars(module).pop(key, None)
+        else:
+            vars(module)[key] = self._private(value)
+        self.changed.pop((name, key), None)
+        for _ in self.initial.changes():
+            pass
+
+    def _private(self, value: Any) -> Any:
+        """Return a copy of a value in which modules of the reference are those of this copy."""
+        memo: dict[int, Any] = {}
+        for _, original, copied in self.pairs:
+            memo[id(original)] = copied
+            for tensor in (*original._parameters.values(), *original._buffers.values()):
+                memo[id(tensor)] = tensor
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                memo.setdefault(id(leaf), leaf.detach().clone())
+        return copy.deepcopy(value, memo)
+
+    def changed_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes that the member's code has set, by module."""
+        held_keys = {key for _, key, _ in self.held_parameters}
+        for name, key, value in self.initial.changes():
+            # Containers of modules hold the modules of this copy.
+            is_attribute = key != "training" and value is not _MISSING
+            is_attribute = is_attribute and key not in held_keys
+            if is_attribute and not any(isinstance(x, _OWNED) for x in tree_leaves(value)):
+                self.changed[name, key] = value
+        attributes: dict[str, dict[str, Any]] = {}
+        for (name, key), value in self.changed.items():
+            attributes.setdefault(name, {})[key] = value
+        return attributes
+
+    def set_attributes(self, attributes: Mapping[str, dict[str, Any]]) -> None:
+        """Set attributes that :meth:`changed_attributes` returned."""
+        modules = dict(self.module.named_modules())
+        for name, values in attributes.items():
+            if name in modules:
+                vars(modules[name]).update(values)
+
+    def bind(
+        self,
+        tensors: Mapping[str, Tensor],
+        scales: dict[str, tuple[Tensor | None, Tensor | None]],
+    ) -> None:
+        """Put tensors into the parameter and buffer slots of the copy."""
+        self.scales = scales
+        self.calls = dict.fromkeys(self.calls, 0)
+        for prefix, module, copied in self.pairs:
+            for table in ("_parameters", "_buffers"):
+                slots = getattr(copied, table)
+                for key, tensor in getattr(module, table).items():
+                    slots[key] = tensors.get(prefix + key, tensor)
+            slots = copied.__dict__[self.weights_table]
+            for key in parametrized_names(module):
+                slots[key] = tensors[prefix + key]
+        if self.held_parameters:
+            self._bind_held_parameters()
+        for name, key, table in self.separate:
+            slots = getattr(self.module.get_submodule(name), table)
+            full_name = f"{name}.{key}".lstrip(".")
+            slots[key] = tensors[full_name]
+            if table == "_buffers":
+                slots[key] = self.alias(full_name, tensors[full_name])
+        for _, _, copied in self.pairs:
+            for tensor in copied._parameters.values():
+                if tensor is not None and not isinstance(tensor, nn.Parameter):
+                    tensor._is_param = True  # code may ask for an nn.Parameter
+
+    def alias(self, name: str, buffer: Tensor) -> Tensor:
+        """Return a buffer of the member for its code to update.
+
+        It has the memory of the stacked buffer, but a version of its own: autograd would take an
+        update by one member for a change of what other members have saved. A buffer that the code
+        replaces is a copy, as the value that autograd has saved must stay.
+        """
+        if name in self.replaced:
+            return buffer.clone()
+        try:
+            address = buffer.data_ptr()
+        except RuntimeError:  # a tensor of torch.func
+            return buffer
+        alias = self.aliases.get(name)
+        if alias is None or alias.data_ptr() != address or alias.dtype is not buffer.dtype:
+            with torch.inference_mode(False):
+                alias = buffer.data
+            self.aliases[name] = alias
+        return alias
+
+    def _bind_held_parameters(self) -> None:
+        """Put the member's tensors into attributes that hold parameters of the reference."""
+        current: dict[int, Any] = {}
+        for _, module, copied in self.pairs:
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    current[id(parameter)] = copied._parameters[key]
+        for copied, key, value in self.held_parameters:
+            vars(copied)[key] = tree_map(lambda leaf: current.get(id(leaf), leaf), value)
+
+    def release(self) -> None:
+        """Take the member's tensors out of the parameter and buffer slots of the copy."""
+        for _, module, copied in self.pairs:
+            copied._parameters.update(module._parameters)
+            copied._buffers.update(module._buffers)
+            for key in parametrized_names(module):
+                getattr(copied, self.weights_table)[key] = None
+        for name, key, table in self.separate:
+            getattr(self.module.get_submodule(name), table).pop(key, None)
+
+    def _count_calls(self, name: str, module: nn.Module) -> None:
+        """Refuse a layer that is called twice if its parametrization changes at each call.
+
+        Members compute the weight once in a pass.
+        """
+        self.calls[name] = 0
+
+        def count(module: nn.Module, args: tuple) -> None:
+            self.calls[name] += 1
+            if module.training and self.calls[name] > 1:
+                raise RuntimeError(
+                    f"{name!r} is called twice in a pass, and its parametrization changes a buffer "
+                    "each time. Remove it with torch.nn.utils.parametrize."
+                    "remove_parametrizations, or call the layer once."
+                )
+
+        module.register_forward_pre_hook(count)
+
+    def _scale_by_hooks(self, layer: Layer) -> None:
+        """Scale inputs and outputs of a layer that computes its weight itself."""
+        module = self.module.get_submodule(layer.module)
+
+        def scale_input(module: nn.Module, args: tuple) -> tuple:
+            post = self.scales[layer.name][1]
+            if post is None:
+                return args
+            return (args[0] * _along_channels(post, layer, args[0]), *args[1:])
+
+        def scale_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            pre = self.scales[layer.name][0]
+            return output if pre is None else output * _along_channels(pre, layer, output)
+
+        module.register_forward_pre_hook(scale_input)
+        module.register_forward_hook(scale_output)
+
+
+def _along_channels(values: Tensor, layer: Layer, x: Tensor) -> Tensor:
+    return values.to(x.dtype).view(-1, *(1,) * layer.spatial)
+
+
+def structure_of(reference: nn.Module) -> list[Any]:
+    """Return what has to stay as it is for copies to be valid: modules, hooks and parameters."""
+    structure = []
+    for module in reference.modules():
+        hooks = (*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
+        parameters = [(k, p.shape) for k, p in module._parameters.items() if p is not None]
+        structure.append((id(module), hooks, parameters))
+    return structure
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Return whether parametrizations of a module have buffers, which they may update."""
+    if not parametrize.is_parametrized(module):
+        return False
+    parametrizations: Any = module.parametrizations
+    for part in parametrizations.modules():
+        # A buffer that members have separately is a plain attribute.
+        for value in (*part._buffers.values(), *vars(part).values()):
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                return True
+    return False
+
+
+def _open_parametrizations(module: nn.Module, table: str, *, plain: bool) -> None:
+    """Give a copy of a parametrized module slots for its computed tensors.
+
+    ``parametrize.remove_parametrizations`` would change the class that the copy shares with the
+    reference.
+    """
+    names = parametrized_names(module)
+    if names:
+        if plain:
+            del module._modules["parametrizations"]
+        module.__class__ = type(module).__mro__[1]
+        for name in names:
+            getattr(module, table)[name] = None
+
+
+def parametrized_names(module: nn.Module) -> list[str]:
+    """Return the names of the tensors that parametrizations of a module compute."""
+    if not parametrize.is_parametrized(module):
+        return []
+    parametrizations: Any = module.parametrizations
+    return list(parametrizations)
+
+
+def copy_attributes(attributes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return a deep copy of the attributes of a member, without autograd graphs."""
+    memo: dict[int, Any] = {}
+    for value in tree_leaves(attributes):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(attributes, memo)

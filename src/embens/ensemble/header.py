@@ -1,0 +1,119 @@
+"""The specification of an ensemble in the header of a file, read field by field."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, cast
+
+from embens.fields import FIX, Fields
+from embens.files import Refused
+from embens.laws import Law, from_dict, registered
+from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site
+
+MAX_MEMBERS = 2**20
+"""Members that a file may ask for: fresh masks have no tensors that would prove their number."""
+
+
+def read_spec(values: Any, place: str) -> EnsembleSpec:
+    """Return the specification that :meth:`EnsembleSpec.to_dict` described.
+
+    Args:
+        values: parsed JSON.
+        place: name of the file and of the field, for error messages.
+
+    Raises:
+        embens.files.Refused: if a field is missing, unknown, of another type or out of range.
+
+    Example:
+        >>> spec = EnsembleSpec("embed", 3)
+        >>> read_spec(spec.to_dict(), "x.safetensors: spec") == spec
+        True
+    """
+    spec = Fields(values, place, _names(EnsembleSpec))
+    members = spec.whole("members", most=MAX_MEMBERS)
+    sampled = spec.whole("sampled", least=0, most=MAX_MEMBERS)
+    chosen = spec.wholes("chosen", 0, sampled - 1)
+    if chosen and len(chosen) != members:
+        raise spec.fail("chosen", f"empty, or a list of {members} members")
+    sites = [_read_site(site) for site in spec.each("sites", _names(Site))]
+    low_rank = [_read_low_rank(site) for site in spec.each("low_rank", _names(LowRankSite))]
+    per_member = [_read_per_member(item) for item in spec.each("per_member", _names(PerMember))]
+    check_unique(f"{place}.sites", [site.key for site in sites])
+    check_unique(f"{place}.low_rank", [site.layer for site in low_rank])
+    check_unique(f"{place}.per_member", [item.module for item in per_member])
+    return EnsembleSpec(
+        spec.text("family"),
+        members,
+        tuple(sites),
+        tuple(low_rank),
+        tuple(per_member),
+        frozen=spec.flag("frozen"),
+        pretrained=spec.flag("pretrained"),
+        separate=spec.flag("separate"),
+        individual_head=spec.flag("individual_head"),
+        sampled=sampled,
+        chosen=tuple(chosen),
+    )
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _read_site(site: Fields) -> Site:
+    return Site(
+        site.text("layer"),
+        cast(Any, site.text("kind", ("pre", "post"))),
+        read_law(site.get("law"), f"{site.place}.law"),
+        site.whole("size"),
+        site.whole("repeat"),
+        site.flag("trainable"),
+        site.flag("fresh"),
+        site.flag("hidden"),
+    )
+
+
+def read_law(values: Any, place: str) -> Law:
+    """Return a law from its class name and its parameters.
+
+    Args:
+        values: parsed JSON of :meth:`embens.laws.Law.to_dict`.
+        place: name of the file and of the field, for error messages.
+
+    Raises:
+        embens.files.Refused: if the law is unknown or its parameters are not valid.
+    """
+    law = Fields(values, place)
+    is_known = law.text("law") in registered()
+    try:
+        return from_dict(law.values)
+    except (TypeError, ValueError) as error:
+        advice = f" {FIX}" if is_known else ""
+        raise Refused(f"{place}: {error}{advice}") from None
+
+
+def _read_low_rank(site: Fields) -> LowRankSite:
+    return LowRankSite(
+        site.text("layer"),
+        site.whole("rank"),
+        cast(Any, site.text("kind", ("multiplicative", "additive"))),
+        site.number("scale", low=0),
+    )
+
+
+def _read_per_member(item: Fields) -> PerMember:
+    tensors = item.texts("tensors")
+    check_unique(f"{item.place}.tensors", tensors)
+    return PerMember(item.text("module"), tuple(tensors), item.flag("drawn"))
+
+
+def check_unique(place: str, names: Iterable[str]) -> None:
+    """Raise if a name occurs twice.
+
+    Args:
+        place: name of the file and of the field, for error messages.
+        names: the names.
+    """
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise Refused(f"{place} has {name!r:.80} twice. {FIX}")

@@ -1,0 +1,102 @@
+"""Strict tracing: a graph that has to be right for every later call.
+
+The flow of a network may be read from a graph that is right for one call
+(:class:`embens.graph.reading.Tracer`). A folded network replaces the user's code, so whatever its
+graph would get wrong has to be an error: code that looks at values or computes with tensors outside
+of the graph, code that changes its attributes or draws random numbers while it is traced, and code
+that recomputes its activations or switches autocast.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+
+from embens.graph.misreadings import OutsideGraph, Untraceable, refused_misreadings
+from embens.graph.reading import Tracer, has_user_code
+
+
+class SymbolicValue(torch.fx.Proxy):
+    """A symbolic value that has the attributes of a tensor and no others."""
+
+    tracer: "StrictTracer"
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(Tensor, name):
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+        return super().__getattr__(name)
+
+    def __len__(self) -> int:
+        raise self.tracer.problem("the code asks for the length of a batch")
+
+    def __int__(self) -> int:
+        raise self.tracer.problem("the code looks at values")
+
+    def __float__(self) -> float:
+        raise self.tracer.problem("the code looks at values")
+
+
+class StrictTracer(Tracer):
+    """A tracer whose graph gives the results of the code at every later call, or an error.
+
+    Arguments as for :class:`embens.graph.reading.Tracer`.
+    """
+
+    def __init__(self, root: nn.Module, arguments: Any, constants: Mapping[str, Any]):
+        super().__init__(root, arguments, constants)
+        self.problems: list[str] = []  # code may catch the errors of problems
+        self.saving_hooks = _saving_hooks()
+        self.autocast_state = _autocast_state()
+
+    def trace_graph(self, root: nn.Module) -> torch.fx.Graph:
+        graph = super().trace_graph(root)
+        if self.problems:
+            raise Untraceable(self.problems[0])
+        return graph
+
+    @contextmanager
+    def checks(self, root: nn.Module) -> Iterator[None]:
+        with OutsideGraph(refused=True):
+            if not has_user_code(root):
+                yield
+                return
+            with refused_misreadings(root, self.problem):
+                yield
+
+    def problem(self, message: str) -> Untraceable:
+        """Return an error, and remember it."""
+        self.problems.append(message)
+        return Untraceable(message)
+
+    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
+        return SymbolicValue(node, self)
+
+    def to_bool(self, obj: torch.fx.Proxy) -> bool:
+        raise self.problem("the code looks at values")
+
+    def iter(self, obj: torch.fx.Proxy) -> Any:
+        try:
+            return super().iter(obj)
+        except torch.fx.proxy.TraceError:
+            raise self.problem("the code iterates over a tensor") from None
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        if _saving_hooks() != self.saving_hooks:
+            raise Untraceable("the code recomputes or moves its activations")
+        if _autocast_state() != self.autocast_state:
+            raise Untraceable("the code switches autocast on or off")
+        return super().create_node(*args, **kwargs)
+
+
+def _saving_hooks() -> Any:
+    """Return the hooks that torch.utils.checkpoint and save_on_cpu set, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _autocast_state() -> list[tuple[bool, torch.dtype]]:
+    """Return whether autocast is on, and its type, for the kinds of devices that have it."""
+    devices = ("cpu", "cuda")
+    return [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]

@@ -1,0 +1,174 @@
+"""Code that a trace would misread runs merged, and is right."""
+
+import builtins
+
+import pytest
+import torch
+from torch import nn
+
+import embens
+from embens.graph.misreadings import Untraceable, namespaces_of
+from embens.graph.tracing import StrictTracer
+
+
+class Doubled(torch.autograd.Function):
+    """Has another gradient than its forward pass."""
+
+    @staticmethod
+    def forward(context, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(context, gradient):
+        return 5 * gradient
+
+
+class Net(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.run = run
+
+    def forward(self, x):
+        return self.outer(self.run(torch.tanh(self.inner(x))))
+
+
+def by_instance(h):
+    return 2 * h if isinstance(h, torch.Tensor) else h
+
+
+def by_type(h):
+    return 2 * h if type(h) is torch.Tensor else h
+
+
+def by_is_tensor(h):
+    return 2 * h if torch.is_tensor(h) else h
+
+
+def by_callable(h):
+    return h if callable(h) else 2 * h
+
+
+def by_attribute(h):
+    return h if hasattr(h, "tensors") else 2 * h
+
+
+def by_caught_error(h):
+    try:
+        is_tensor = isinstance(h, torch.Tensor)
+    except Exception:
+        is_tensor = False
+    return 2 * h if is_tensor else h
+
+
+def by_caught_length(h):
+    try:
+        rows = len(h)
+    except Exception:
+        rows = 7
+    return h * rows
+
+
+def by_autograd_function(h):
+    return Doubled.apply(h)
+
+
+def by_autocast(h):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        k = (h.unsqueeze(1) @ h.unsqueeze(2)).flatten(1)
+    return h + k.float()
+
+
+def by_no_grad(h):
+    with torch.no_grad():
+        k = torch.tanh(h)
+    return h + k
+
+
+CODES = [by_instance, by_type, by_is_tensor, by_callable, by_attribute, by_caught_error]
+CODES += [by_caught_length, by_autograd_function, by_autocast, by_no_grad]
+
+
+@pytest.mark.parametrize("run", CODES, ids=lambda run: run.__name__)
+def test_code_that_looks_at_types_is_right(run):
+    torch.manual_seed(0)
+    ensemble = embens.batch_ensemble(Net(run), members=2)
+    x = torch.randn(3, 3)
+    outputs = ensemble(x)
+    outputs.sum().backward()
+    gradient = ensemble.individual["outer.post"].grad
+    weight = ensemble.reference.outer.weight
+    for a in range(2):
+        member = ensemble.member(a)
+        expected = member(x)
+        assert torch.allclose(outputs[a], expected)
+        expected.sum().backward()
+        assert torch.allclose(gradient[a], (member.outer.weight.grad * weight).sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("run", [by_autograd_function, by_autocast, by_no_grad])
+def test_gradients_are_those_of_the_code(run):
+    torch.manual_seed(0)
+    ensemble = embens.last_layer_dropout(Net(run), members=2)
+    ensemble(torch.ones(1, 3)).sum().backward()
+    gradient = ensemble.reference.inner.bias.grad.clone()
+    total = torch.zeros_like(gradient)
+    for a in range(2):
+        member = ensemble.member(a)
+        member(torch.ones(1, 3)).sum().backward()
+        total += member.inner.bias.grad
+    assert torch.allclose(gradient, total)
+
+
+def test_types_of_modules_may_be_asked_for():
+    class Choosy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                is_class = isinstance(type(layer), type)
+                if is_class and (isinstance(layer, nn.Linear) or type(layer) is nn.Tanh):
+                    x = layer(x)
+            return x
+
+    ensemble = embens.batch_ensemble(Choosy(), members=2)
+    ensemble(torch.ones(1, 3))
+    assert ensemble.executor == "folded"
+
+
+def test_nothing_is_left_behind():
+    net = Net(by_type)
+    before = dict(globals())
+    apply = torch.autograd.Function.apply
+    tracer = StrictTracer(net, ["x"], {})
+    with pytest.raises(Untraceable, match=r"the type of a tensor \(type\)"):
+        tracer.trace_graph(net)
+    assert globals() == before
+    assert isinstance is builtins.isinstance
+    assert torch.is_tensor(torch.ones(1))
+    assert torch.autograd.Function.apply == apply
+
+
+def test_namespaces_of_helpers_are_included():
+    assert any(namespace is globals() for namespace in namespaces_of(Net(by_type)))
+    names = [namespace["__name__"] for namespace in namespaces_of(nn.Linear(2, 2))]
+    # transformers replaces functions of torch once another test has imported it.
+    assert [name for name in names if not name.startswith("transformers.")] == []
+
+
+def test_a_symbol_in_place_of_a_buffer_is_no_error():
+    class Replacing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.last = torch.zeros(3)
+
+        def forward(self, x):
+            self.last = self.inner(x)
+            return self.outer(torch.tanh(self.last))
+
+    ensemble = embens.batch_ensemble(Replacing(), members=2)
+    assert ensemble(torch.ones(2, 3)).shape == (2, 2, 2)
+    assert ensemble.executor.startswith("merged")

@@ -1,0 +1,33 @@
+"""Snapshots differ if something in a value has changed."""
+
+import torch
+
+from embens.graph.snapshots import random_state, snapshot
+
+
+def test_snapshots_compare_contents_of_containers():
+    values = {"a": [1, 2]}
+    before = snapshot(values, set())
+    assert snapshot(values, set()) == before
+    values["a"].append(3)
+    assert snapshot(values, set()) != before
+
+
+def test_snapshots_contain_slots_versions_and_values_of_tensors():
+    class Slotted:
+        __slots__ = ("tensor",)
+
+    value = Slotted()
+    value.tensor = torch.zeros(2)
+    for change in (value.tensor.add_, value.tensor.data.add_):
+        before = snapshot(value, set())
+        assert snapshot(value, set()) == before
+        change(1)
+        assert snapshot(value, set()) != before
+
+
+def test_random_state_changes_with_every_draw():
+    before = random_state()
+    assert random_state() == before
+    torch.rand(1)
+    assert random_state() != before
