@@ -1,3 +1,4 @@
+import functools
 import inspect
 import math
 from dataclasses import dataclass
@@ -5,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import embens
 from embens.checks import (
     check_choice,
     check_members,
@@ -17,6 +20,7 @@ from embens.checks import (
     name_rows,
     short_repr,
     suggest,
+    warn,
 )
 from embens.optim import gradient_factor
 
@@ -165,3 +169,35 @@ def test_short_repr_shows_shapes_instead_of_values():
         __repr__ = short_repr
 
     assert repr(Kernel(torch.rand(40, 30), "ntk")) == "Kernel(same=(40, 30), name='ntk')"
+
+
+class TestWarn:
+    """Warnings point at the line of the user's code, however deep they are issued."""
+
+    def reference(self):
+        class Hidden(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = nn.Linear(2, 3)
+                self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 2)])
+
+            def forward(self, x):
+                x = self.first(x)
+                for block in self.blocks[: int(x.abs().sum()) % 2 + 2]:
+                    x = block(x)
+                return x
+
+        return Hidden()
+
+    @pytest.mark.parametrize("family", ["embed", "batch_ensemble", "mc_dropout", "low_rank"])
+    def test_points_at_the_line_that_calls_a_family(self, family):
+        with pytest.warns(UserWarning, match="data flow") as caught:
+            getattr(embens, family)(self.reference(), 2)
+        assert {warning.filename for warning in caught} == {__file__}
+
+    def test_skips_the_frames_of_torch(self):
+        module = nn.Identity()
+        module.forward = functools.partial(warn, "noise")
+        with pytest.warns(UserWarning, match="noise") as caught:
+            module()
+        assert caught[0].filename == __file__

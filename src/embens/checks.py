@@ -9,11 +9,16 @@ import difflib
 import functools
 import inspect
 import math
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
@@ -21,6 +26,12 @@ T = TypeVar("T")
 
 MAX_CANDIDATES = 20  # candidates listed in an error message
 MAX_ROWS = 10  # row indices listed in an error message
+
+_LIBRARIES = (
+    f"{Path(__file__).parent}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
+)
+"""Folders whose files are not the user's code."""
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> int:
@@ -68,7 +79,10 @@ def check_members(members: Any) -> int:
 
 
 def check_number(
-    name: str, value: Any, expected: str, valid: Callable[[float], bool] = math.isfinite
+    name: str,
+    value: Any,
+    expected: str,
+    valid: Callable[[float], bool] = math.isfinite,
 ) -> float:
     """Check that a value is a finite real number that satisfies a condition.
 
@@ -76,7 +90,7 @@ def check_number(
         name: name of the argument, for the error message.
         value: a number, or a tensor with one element.
         expected: completes the sentence "the argument must be …".
-        valid: returns whether a finite number is valid.
+        valid: returns True for valid values; called with finite values only.
 
     Returns:
         The value as a Python ``float``.
@@ -187,6 +201,29 @@ def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
         return checked
 
     return decorate
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that points at the line of the user's code.
+
+    Args:
+        message: the problem and its fix.
+        category: class of the warning.
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warn("members do not differ")
+        >>> str(caught[0].message)
+        'members do not differ'
+    """
+    # Only Python 3.12 has skip_file_prefixes for this.
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def check_rows(name: str, values: Any, expected: str) -> int:

@@ -80,6 +80,50 @@ def refusing(path: PathLike) -> Iterator[None]:
 # --- Atomic writing ------------------------------------------------------------------------------
 
 
+def check_output(path: PathLike) -> Path:
+    """Check that a file can be written at a path, before the work of computing it.
+
+    Args:
+        path: file to write. An existing file may be replaced; symbolic links are followed.
+
+    Returns:
+        The path without symbolic links.
+
+    Raises:
+        IsADirectoryError: if ``path`` is a folder.
+        FileNotFoundError: if its folder does not exist.
+        NotADirectoryError: if its folder is a file.
+        FileExistsError: if it is a device, a pipe or a link to itself.
+
+    Example:
+        >>> import tempfile
+        >>> check_output(tempfile.mkdtemp())
+        Traceback (most recent call last):
+        IsADirectoryError: ... A folder is never replaced. Remove it or choose another path: '...'
+    """
+    path = Path(os.path.realpath(path))
+    folder = path.parent
+    if path.is_dir():
+        raise IsADirectoryError(
+            errno.EISDIR, "A folder is never replaced. Remove it or choose another path", str(path)
+        )
+    if os.path.lexists(path) and not path.is_file():
+        raise FileExistsError(
+            errno.EEXIST, "Only a regular file can be replaced. Choose another path", str(path)
+        )
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(
+            errno.ENOTDIR,
+            "A file can't contain a file. Choose another path",
+            str(path),
+        )
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"the folder {str(folder)!r} does not exist. Create it, or choose another path."
+        )
+    return path
+
+
 def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], object]) -> None:
     """Write a file so that readers see either the old or the new content.
 
@@ -92,7 +136,7 @@ def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], obj
             path it receives.
 
     Raises:
-        IsADirectoryError: if ``path`` is an existing folder, which is left unchanged.
+        OSError: if no file can be written there; see :func:`check_output`.
 
     Example:
         >>> import tempfile
@@ -101,12 +145,8 @@ def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], obj
         >>> path.read_text()
         'text'
     """
-    path = Path(os.path.realpath(path))
-    if path.is_dir():
-        raise IsADirectoryError(
-            errno.EISDIR, "A folder is never replaced. Remove it or choose another path", str(path)
-        )
-    temporary = _temporary_path(path)
+    path = check_output(path)
+    temporary = temporary_path(path)
     try:
         remove_leftovers(path.parent, path.name)
         if callable(content):
@@ -115,19 +155,17 @@ def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], obj
             temporary.write_bytes(content.encode())
         else:
             temporary.write_bytes(content)
-        for written in temporary.rglob("*"):
-            _sync(written)
-        _sync(temporary)
+        sync(temporary)
         if path.is_file():
             temporary.chmod(path.stat().st_mode)
         os.replace(temporary, path)
     except BaseException as error:
-        _remove_now(temporary)
+        remove_now(temporary)
         # The error of a full disk does not contain a path.
         if isinstance(error, OSError) and error.errno and error.filename is None:
             error.filename = str(path)
         raise
-    _sync(path.parent)  # makes the new name durable
+    sync_names(path.parent)
 
 
 def remove(path: Path) -> None:
@@ -138,9 +176,9 @@ def remove(path: Path) -> None:
             interrupted.
     """
     if path.exists():
-        temporary = _temporary_path(path)
+        temporary = temporary_path(path)
         os.replace(path, temporary)
-        _remove_now(temporary)
+        remove_now(temporary)
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
@@ -163,10 +201,16 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
             is_dead = host == _host() and not _is_alive(int(process))
             is_old = time.time() - path.stat().st_mtime > _DAY
             if is_dead or is_old:
-                _remove_now(path)
+                remove_now(path)
 
 
-def _temporary_path(path: Path) -> Path:
+def is_leftover(path: Path) -> bool:
+    """Return whether a file or folder has the name of a temporary one."""
+    return _TEMPORARY_NAME.fullmatch(path.name) is not None
+
+
+def temporary_path(path: Path) -> Path:
+    """Return a new temporary name in the folder of a path."""
     writer = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     return path.with_name(f".{path.name}.{writer}")
 
@@ -187,19 +231,32 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _remove_now(path: Path) -> None:
+def remove_now(path: Path) -> None:
+    """Remove a file, a link or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    is_file = path.is_file()
-    if not is_file and os.name != "posix":
-        return  # only posix can open a folder
-    handle = os.open(path, os.O_RDWR if is_file else os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or a folder with its content, to the disk."""
+    if path.is_file():
+        _flush(path, os.O_RDWR)
+        return
+    for part in path.iterdir():
+        sync(part)
+    sync_names(path)
+
+
+def sync_names(folder: Path) -> None:
+    """Flush the names in a folder to the disk, which makes a renamed file durable."""
+    if os.name == "posix":  # other systems can't open a folder
+        _flush(folder, os.O_RDONLY)
+
+
+def _flush(path: Path, mode: int) -> None:
+    handle = os.open(path, mode)
     try:
         os.fsync(handle)
     finally:
@@ -221,6 +278,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
     Raises:
         BlockingIOError: if another process, or another call in this one, holds the lock.
+        FileExistsError: if the file was not written by a lock.
 
     Example:
         >>> import tempfile
@@ -235,6 +293,10 @@ def locked(path: Path, what: str) -> Iterator[None]:
     owner = ""
     with contextlib.suppress(OSError):
         owner = path.read_text(errors="replace").strip()  # acquire() truncates the file
+    if path.is_dir() or (owner and not owner.startswith("process ")):
+        raise FileExistsError(
+            errno.EEXIST, f"{what} can't be locked: this is not a lock file. Move it", str(path)
+        )
     try:
         lock.acquire()
     except Timeout:
@@ -270,7 +332,7 @@ def write_tensors(
         tensors: tensors by name; they may share memory.
 
     Raises:
-        FileNotFoundError: if the folder does not exist.
+        OSError: if no file can be written there; see :func:`check_output`.
         ValueError: if a tensor is on the meta device.
 
     Example:
@@ -283,9 +345,7 @@ def write_tensors(
     """
     from safetensors.torch import save
 
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise FileNotFoundError(f"the folder {str(folder)!r} does not exist")
+    check_output(path)
     stored: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for name, tensor in tensors.items():
@@ -323,16 +383,54 @@ def read_tensors(path: PathLike, kind: Format) -> tuple[dict[str, Any], dict[str
     with refusing(path):
         try:
             with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                # The tensors of safetensors are views of the file: without a copy, a later write
+                # to the file would change them.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
                 metadata = file.metadata() or {}
         except SafetensorError as error:
             raise Refused(
                 f"{path.name} is not a whole safetensors file (truncated, or another format): "
-                f"{error}"
+                f"{error}. Restore it from a copy, or write it again"
             ) from None
-        header = json.loads(metadata.get("embens", "{}"))
+        header = parse_json(metadata.get("embens", "{}"))
         check_header(path.name, header, kind)
         return unseal(path.name, header, tensors), tensors
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON, in which no name may occur twice.
+
+    Example:
+        >>> parse_json('{"a": 1, "a": 2}')
+        Traceback (most recent call last):
+        ValueError: the name 'a' occurs twice
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = Counter(name for name, _ in pairs)
+        for name, count in names.items():
+            if count > 1:
+                raise ValueError(f"the name {name!r} occurs twice")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def is_format(path: Path, kind: Format) -> bool:
+    """Return whether a file has a header of a format, of any version; its content may be damaged.
+
+    Args:
+        path: the file.
+        kind: the format of :func:`write_tensors`.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = parse_json((file.metadata() or {}).get("embens", "{}"))
+    except (OSError, SafetensorError, ValueError, RecursionError):
+        return False
+    return isinstance(header, dict) and header.get("format") == kind.name
 
 
 def check_header(name: str, header: Any, kind: Format) -> None:
@@ -367,12 +465,12 @@ def check_header(name: str, header: Any, kind: Format) -> None:
 
 
 def write_tree(path: PathLike, kind: Format, tree: dict[str, Any]) -> None:
-    """Write a nested container of numbers, strings and tensors to one safetensors file.
+    """Write a nested container of scalars, strings and tensors to one safetensors file.
 
     Args:
         path: file to write.
         kind: format of the file.
-        tree: dicts, lists and tuples of numbers, strings, None and tensors.
+        tree: dicts, lists and tuples of scalars, strings, None and tensors.
     """
     tensors: dict[str, Tensor] = {}
     packed = pack(tree, tensors)
@@ -391,14 +489,17 @@ def read_tree(path: PathLike, kind: Format) -> dict[str, Any]:
     """
     header, tensors = read_tensors(path, kind)
     with refusing(path):
-        return dict(unpack(header["tree"], tensors))
+        tree = unpack(header["tree"], tensors)
+        if not isinstance(tree, dict):
+            raise ValueError(f"the tree must be a dict, got {tree!r:.80}")
+        return tree
 
 
 def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     """Convert a nested container to values that JSON can represent.
 
-    A container becomes a dict of one entry, whose key is its type. Lists of plain numbers and
-    strings are kept.
+    A container becomes a dict of one entry, whose key is its type. Lists of plain floats, integers
+    and strings are kept.
 
     Args:
         tree: the container.
@@ -454,17 +555,36 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     """
     if not isinstance(tree, dict):
         return tree
-    ((kind, value),) = tree.items()  # raises ValueError unless there is exactly one entry
+    if len(tree) != 1:
+        raise ValueError(f"a container must have one kind, got {list(tree)!r:.80}")
+    ((kind, value),) = tree.items()
     if kind == "tensor":
+        if not isinstance(value, str) or value not in tensors:
+            raise ValueError(f"there is no tensor {value!r:.80}")
         return tensors[value]
+    if kind not in ("list", "tuple", "dict", "counter"):
+        raise ValueError(f"unknown kind of container {kind!r:.80}")
+    if not isinstance(value, list):
+        raise ValueError(f"a {kind} must be a list of its items, got {value!r:.80}")
     if kind == "list":
         return [unpack(item, tensors) for item in value]
     if kind == "tuple":
         return tuple(unpack(item, tensors) for item in value)
-    if kind not in ("dict", "counter"):
-        raise ValueError(f"unknown kind of container {kind!r}")
-    entries = {unpack(key, tensors): unpack(item, tensors) for key, item in value}
+    entries = _unpack_entries(value, tensors)
     return Counter(entries) if kind == "counter" else entries
+
+
+def _unpack_entries(pairs: list[Any], tensors: dict[str, Tensor]) -> dict[Any, Any]:
+    entries = {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"an entry must be a pair of key and value, got {pair!r:.80}")
+        key = unpack(pair[0], tensors)
+        is_plain = key is None or isinstance(key, (str, int, float, bool, tuple))
+        if not is_plain or key in entries:
+            raise ValueError(f"a key must be unique, and a number or text, got {key!r:.80}")
+        entries[key] = unpack(pair[1], tensors)
+    return entries
 
 
 # --- Checksums -----------------------------------------------------------------------------------
@@ -505,7 +625,10 @@ def unseal(
     """
     record = {key: value for key, value in sealed.items() if key != "sha256"}
     if checksum(json.dumps(record), arrays) != sealed.get("sha256"):
-        raise Refused(f"{name} is damaged: its content has another checksum")
+        raise Refused(
+            f"{name} is damaged: its content has another checksum. Restore it from a copy, or "
+            "write it again"
+        )
     return record
 
 

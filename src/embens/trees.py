@@ -25,10 +25,10 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
     if isinstance(outputs[0], Tensor):
         return join(list(outputs))
 
-    def join_leaves(first: Any, *others: Any) -> Any:
-        if isinstance(first, Tensor):
-            return join([first, *others])
-        return first
+    def join_leaves(*leaves: Any) -> Any:
+        if isinstance(leaves[0], Tensor):
+            return join(list(leaves))
+        return leaves[0]
 
     return tree_map(join_leaves, *outputs)
 
