@@ -103,7 +103,7 @@ def test_own_batches_are_different_orders_of_the_same_rows():
     assert orders.shape == (3, problem.ROWS)
     assert all(torch.equal(o.sort().values, torch.arange(problem.ROWS)) for o in orders)
     assert not torch.equal(orders[0], orders[1])
-    (x,), y, rows, total = next(own.epoch(0))
+    (x,), y, rows, total, _ = next(own.epoch(0))
     assert x.shape == (3, 16, 4)
     assert y.shape == (3, 16)
     assert (rows, total) == (16, 16)

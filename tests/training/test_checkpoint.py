@@ -28,6 +28,7 @@ from embens.training import (
     Accumulate,
     Autocast,
     Batches,
+    Callback,
     Checkpoint,
     ClipGradients,
     CSVLog,
@@ -176,6 +177,31 @@ def test_a_callback_with_another_setting_is_a_different_run(tmp_path):
     fit(make(), **options, callbacks=[ClipGradients(0.5), *observers])
 
 
+class Lazy(Callback):
+    """A callback of the user that has no state before the first step."""
+
+    def on_step(self, run):
+        self.total = getattr(self, "total", 0) + run.steps
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+def test_a_callback_may_have_no_state_before_the_first_step(tmp_path):
+    for stop in (Interrupt(5), None):
+        lazy = Lazy()
+        callbacks = [lazy, Checkpoint(tmp_path, every=1)]
+        if stop is None:
+            fit(make(), problem.data(), **SETTINGS, callbacks=callbacks)
+            continue
+        with pytest.raises(Stop):
+            fit(make(), problem.data(), **SETTINGS, callbacks=[*callbacks, stop])
+    assert lazy.total == sum(range(1, 13))
+
+
 def stopped_run(folder: Path) -> list[Path]:
     callbacks = [Checkpoint(folder, every=3), Interrupt(10)]
     with pytest.raises(Stop):
@@ -267,7 +293,7 @@ def test_foreign_files_are_refused_with_a_reason(tmp_path):
     torch.save({"a": 1}, tmp_path / "step-0000000098.safetensors")
     place(97, {"a": torch.zeros(2)}, None)
     place(96, {"a": torch.zeros(2)}, {"embens": json.dumps(header)})
-    place(95, {"a": torch.zeros(2)}, {"embens": json.dumps({**header, "version": 5})})
+    place(95, {"a": torch.zeros(2)}, {"embens": json.dumps({**header, "version": 6})})
     place(94, {"a": torch.zeros(2)}, {"embens": "{"})
     write_tensors(tmp_path / "step-0000000093.safetensors", FORMAT, {"tree": 1}, {})
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
@@ -278,10 +304,10 @@ def test_foreign_files_are_refused_with_a_reason(tmp_path):
     expected = [
         "not a whole safetensors file",
         "has no embens header",
-        "format version 99, this embens reads 5",
+        "format version 99, this embens reads 6",
         "another checksum",
         "JSONDecodeError",
-        "TypeError",
+        "the tree must be a dict, got 1",
     ]
     for text in expected:
         assert any(text in message for message in messages), text
@@ -296,7 +322,7 @@ def test_foreign_files_are_refused_with_a_reason(tmp_path):
     ("change", "message"),
     [
         ({"lr": 0.04}, "lr was 0.05, now it is 0.04"),
-        ({"epochs": 5}, "epochs was 3, now it is 5"),
+        ({"epochs": 2}, "epochs must be at least 3"),
         ({"seed": 1}, "seed was 0, now it is 1"),
         ({"gamma": 2}, "gamma was null, now it is 2"),
         ({"optimizer": optim.AdamW}, r'optimizer was \["SGD"'),
@@ -466,3 +492,38 @@ def test_a_run_continues_from_whichever_checkpoint_is_left(tmp_path):
         again = make()
         fit(again, problem.data(), **SETTINGS, callbacks=[Checkpoint(folder, every=3)])
         problem.assert_equal(problem.weights(again), uninterrupted())
+
+
+@pytest.mark.parametrize("source", ["tensors", "loader"])
+def test_a_finished_run_continues_with_more_epochs(source, tmp_path):
+    def train():
+        if source == "tensors":
+            return problem.data()
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*problem.data()), 16)
+
+    ensemble = make()
+    history = fit(ensemble, train(), epochs=2, batch_size=16, callbacks=[Checkpoint(tmp_path)])
+    before = problem.weights(ensemble)
+    longer = fit(make(), train(), epochs=2, batch_size=16, callbacks=[Checkpoint(tmp_path)])
+    assert len(longer.epochs) == 2
+    ensemble = make()
+    longer = fit(ensemble, train(), epochs=6, batch_size=16, callbacks=[Checkpoint(tmp_path)])
+    assert problem.without_time(longer)[:2] == problem.without_time(history)[:2]
+    assert [row["epoch"] for row in longer.epochs] == [1, 2, 3, 4, 5, 6]
+    assert any(not torch.equal(before[name], t) for name, t in problem.weights(ensemble).items())
+    # From then on the schedule is that of six epochs.
+    whole = fit(make(), train(), epochs=6, batch_size=16)
+    assert [r["lr"] for r in longer.epochs[2:]] == [r["lr"] for r in whole.epochs[2:]]
+
+
+def test_an_extended_run_with_a_constant_rate_equals_one_long_run(tmp_path):
+    options = {"train": problem.data(), "batch_size": 16, "scheduler": constant_rate}
+    whole, parts = make(), make()
+    fit(whole, epochs=4, **options)
+    fit(make(), epochs=2, callbacks=[Checkpoint(tmp_path)], **options)
+    fit(parts, epochs=4, callbacks=[Checkpoint(tmp_path)], **options)
+    problem.assert_equal(problem.weights(parts), problem.weights(whole))
+
+
+def constant_rate(optimizer):
+    return optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from training import problem
 
+import embens
 from embens import metrics
-from embens.training import fit
+from embens.training import KeepLast, fit
 from embens.training import history as histories
 from embens.training.history import Tally
 
@@ -124,22 +124,119 @@ def test_a_split_batch_is_counted_by_the_rows_of_each_member():
     assert summary["member_accuracy"] == pytest.approx(expected)
 
 
-def test_there_is_no_output_unless_it_is_requested(capsys):
-    fit(problem.ensemble(), problem.data(), epochs=2)
-    assert capsys.readouterr() == ("", "")
-    fit(problem.ensemble(), problem.data(), problem.data(), epochs=2, progress=True)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert [line.split(":")[0] for line in err.splitlines()] == ["epoch 1/2", "epoch 2/2"]
-    assert "validation accuracy" in err
+def test_the_log_loss_is_that_of_the_mean_probability():
+    outputs, target = outputs_and_target()
+    target[:20] = -100
+    tally = Tally(4)
+    for rows in torch.arange(50).split(15):
+        tally.add(torch.zeros(4), outputs[:, rows], target[rows], len(rows))
+    expected = metrics.nll(outputs[:, 20:], target[20:]).item()
+    assert tally.summary()["nll"] == pytest.approx(expected)
 
 
-def test_a_terminal_shows_progress_with_and_without_rich(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    fit(problem.ensemble(), problem.data(), epochs=2)
-    assert "epoch 2/2" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
-    fit(problem.ensemble(), problem.data(), epochs=2)
-    assert "epoch 2/2" in capsys.readouterr().err
-    fit(problem.ensemble(), problem.data(), epochs=2, progress=False)
-    assert capsys.readouterr().err == ""
+def test_a_regression_has_the_error_of_its_mean_and_no_accuracies():
+    x, _ = problem.data()
+    ensemble = problem.ensemble(outputs=1)
+    history = fit(ensemble, (x, x.sum(1)), (x, x.sum(1)), epochs=2, callbacks=[KeepLast()])
+    scores = embens.evaluate(ensemble, (x, x.sum(1)))
+    assert history.epochs[-1]["validation_rmse"] == pytest.approx(scores["rmse"])
+    assert "rmse" in history.epochs[0]
+    columns = {*history.epochs[0], *history.members[0]}
+    assert not [name for name in columns if "accuracy" in name or "correlation" in name]
+    assert not any(math.isnan(value) for value in history.epochs[-1].values())
+
+
+def test_predicted_variances_have_a_log_loss():
+    x, _ = problem.data()
+    data = (x, x.sum(1))
+    ensemble = problem.ensemble(outputs=2)
+    options = {"criterion": embens.gaussian_nll, "callbacks": [KeepLast()]}
+    last = fit(ensemble, data, data, epochs=2, **options).epochs[-1]
+    scores = embens.evaluate(ensemble, data, task="gaussian")
+    assert last["validation_rmse"] == pytest.approx(scores["rmse"])
+    assert last["validation_nll"] == pytest.approx(scores["nll"])
+
+
+def test_other_targets_have_a_loss_alone():
+    x, y = problem.data()
+    probabilities = F.one_hot(y).float()
+    row = fit(problem.ensemble(), (x, probabilities), epochs=1).epochs[0]
+    assert "rmse" not in row
+    criterion = torch.nn.BCEWithLogitsLoss()
+    row = fit(problem.ensemble(outputs=1), (x, (y > 0).float()), epochs=1, criterion=criterion)
+    row = row.epochs[0]
+    assert not {"rmse", "nll", "ensemble_accuracy"} & set(row)
+
+
+def test_the_metrics_of_a_validation_are_those_of_evaluate():
+    ensemble = problem.ensemble()
+    callbacks = [KeepLast()]
+    last = fit(ensemble, problem.data(), problem.data(20, 5), epochs=2, callbacks=callbacks)
+    scores = embens.evaluate(ensemble, problem.data(20, 5))
+    assert last.epochs[-1]["validation_nll"] == pytest.approx(scores["nll"])
+    assert last.epochs[-1]["validation_ensemble_accuracy"] == pytest.approx(scores["accuracy"])
+
+
+@pytest.mark.parametrize("ignored", [0, 7])
+def test_losses_that_are_left_out_are_cross_entropies_of_the_outputs(ignored):
+    generator = torch.Generator().manual_seed(0)
+    complete, deferred = Tally(4), Tally(4)
+    for rows in (20, 13):
+        outputs = torch.randn(4, rows, 3, generator=generator)
+        target = torch.randint(3, (rows,), generator=generator)
+        target[:ignored] = -100
+        losses = torch.stack([F.cross_entropy(output, target) for output in outputs])
+        complete.add(losses, outputs, target, rows)
+        deferred.add(None, outputs, target, rows)
+    expected = complete.summary()
+    for name, value in deferred.summary().items():
+        assert value == pytest.approx(expected[name], rel=1e-6)
+
+
+def test_sums_do_not_depend_on_when_they_are_counted():
+    generator = torch.Generator().manual_seed(0)
+    late, early = Tally(4), Tally(4)
+    for ignored in (0, 3, 0):
+        outputs = torch.randn(4, 20, 3, generator=generator)
+        target = torch.randint(3, (20,), generator=generator)
+        target[:ignored] = -100
+        for tally in (late, early):
+            tally.add(None, outputs, target, 20)
+        early.flush()
+    assert late.summary() == early.summary()
+
+
+def test_batches_with_and_without_losses_can_be_mixed():
+    outputs = torch.zeros(2, 3, 2)
+    tally = Tally(2)
+    tally.add(torch.tensor([1.0, 5.0]), outputs, torch.tensor([0, 1, 1]), 3)
+    tally.add(None, outputs, torch.tensor([0, 1, 1]), 3)
+    expected = [(1 + math.log(2)) / 2, (5 + math.log(2)) / 2]
+    assert tally.summary()["member_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch", ["same", "own"])
+def test_the_first_of_several_largest_outputs_is_the_answer(batch):
+    outputs = torch.tensor([[[1.0, 1.0, 0.0], [0.0, 2.0, 2.0], [3.0, 0.0, 0.0]]])
+    target = torch.tensor([1, 1, 0])
+    tally = Tally(1, batch)
+    tally.add(torch.zeros(1), outputs, target if batch == "same" else target[None], 3)
+    assert tally.summary()["member_accuracy"] == [pytest.approx(2 / 3)]
+
+
+@pytest.mark.parametrize("batch", ["same", "own", "split"])
+def test_answers_are_those_of_argmax(batch):
+    generator = torch.Generator().manual_seed(0)
+    shape = (30, 5) if batch == "split" else (3, 30, 5)
+    # All outputs of the second case are tied.
+    for values in (torch.randn(shape, generator=generator), torch.zeros(shape)):
+        rows = shape[:-1] if batch != "same" else (30,)
+        target = torch.randint(5, rows, generator=generator)
+        tally = Tally(3, batch)
+        tally.add(torch.zeros(3), values, target, 30)
+        answers = values.argmax(-1) == target
+        if batch == "split":
+            expected = [answers[a::3].double().mean().item() for a in range(3)]
+        else:
+            expected = answers.double().mean(1).tolist()
+        assert tally.summary()["member_accuracy"] == pytest.approx(expected)

@@ -177,3 +177,17 @@ def test_a_criterion_of_ones_own_takes_one_members_outputs(tmp_path):
     )
     found.train()
     assert set(seen) == {(12, CLASSES)}
+
+
+def test_the_stock_trainer_is_refused_with_the_name_of_ours(tmp_path):
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(TypeError, match=r"cannot train an ensemble\. Use .*EnsembleTrainer"):
+        transformers.Trainer(ensemble(), arguments, train_dataset=rows())
+
+
+def test_members_of_a_prediction_are_the_logits():
+    model = ensemble(by="low_rank")
+    batch = torch.utils.data.default_collate(rows(4))
+    prediction = embens.predict(model, {k: v for k, v in batch.items() if k != "labels"})
+    assert prediction.members.shape == (3, 4, CLASSES)
+    assert torch.equal(prediction["logits"].members, prediction.members)

@@ -156,6 +156,27 @@ def test_a_compiled_run_resumes_to_the_same_bits(rows, tmp_path, monkeypatch):
     problem.assert_equal(problem.weights(again), problem.weights(whole))
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "nll", "brier", "ece"])
+def test_the_best_epoch_of_a_named_metric_is_that_of_evaluate(metric):
+    ensemble, validation = problem.ensemble(), problem.data(20, 5)
+    history = fit(ensemble, problem.data(), validation, epochs=4, callbacks=[KeepBest(metric)])
+    values = [row["metric"] for row in history.epochs]
+    best = max(values) if metric == "accuracy" else min(values)
+    assert values[history.best_epoch - 1] == best
+    assert embens.evaluate(ensemble, validation)[metric] == pytest.approx(best, rel=1e-5)
+
+
+def test_the_metrics_of_a_regression_have_names():
+    x, _ = problem.data()
+    data = (x, x.sum(1))
+    history = fit(problem.ensemble(outputs=1), data, data, epochs=3, callbacks=[KeepBest("rmse")])
+    row = history.epochs[history.best_epoch - 1]
+    assert row["metric"] == row["validation_rmse"]
+    for metric in ("nll", "accuracy"):
+        with pytest.raises(ValueError, match=f"{metric}' is not defined .* history has loss, rmse"):
+            fit(problem.ensemble(outputs=1), data, data, epochs=1, callbacks=[KeepBest(metric)])
+
+
 def test_metrics_have_their_directions():
     train, validation = problem.data(), problem.data(40, 9)
     for metric, best in (("accuracy", max), ("loss", min), (metrics.nll, min)):

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import problem
 
 import embens
+from embens.optim import member_losses
 from embens.training import Batches, Options, fit
 from embens.training.batches import Minibatch, batches_of
+from embens.training.history import Tally
 from embens.training.passes import Passes
 
 x, y = problem.data()
@@ -36,7 +38,11 @@ def test_gradients_and_losses_are_those_of_the_objective(chunk, criterion, weigh
     passes = Passes(ensemble, Options(chunk=chunk), criterion)
     objective, result = passes.train(BATCH, weight, "batch", inspect=False)
     torch.testing.assert_close(objective, weight * expected.detach())
-    torch.testing.assert_close(result.losses.sum(), expected.detach())
+    tally = Tally(ensemble.members)
+    tally.add(*result)
+    losses = torch.tensor(tally.summary()["member_loss"])
+    torch.testing.assert_close(losses, member_losses(ensemble(x), y, criterion).detach())
+    torch.testing.assert_close(losses.sum(), expected.detach())
     torch.testing.assert_close(result.outputs, ensemble(x).detach())
     for gradient, expected_gradient in zip(gradients(ensemble), expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient)

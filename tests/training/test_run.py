@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from training import problem
 
-from embens.training import Callback, Checkpoint, Divergence, fit, linear_decay, loop
+from embens.training import Callback, Checkpoint, Divergence, fit, linear_decay
 
 
 def test_divergence_restores_the_last_good_weights_and_suggests_a_fix():
@@ -44,19 +44,6 @@ def test_a_rate_that_is_far_too_high_leaves_finite_weights_and_no_checkpoint(tmp
         fit(ensemble, problem.data(), **options)
     problem.assert_equal(problem.weights(ensemble), before)
     assert not list(tmp_path.iterdir())
-
-
-def test_losses_are_checked_every_few_steps_and_the_first_bad_step_is_named(monkeypatch):
-    monkeypatch.setattr(loop, "CHECK_INTERVAL", 3)
-    calls = []
-
-    def exploding(outputs, target):
-        calls.append(1)
-        return F.cross_entropy(outputs, target) * (math.nan if len(calls) == 2 * 3 + 1 else 1)
-
-    with pytest.raises(Divergence, match="epoch 1 at step 3: the loss is nan"):
-        fit(problem.ensemble(), problem.data(), epochs=5, batch_size=4, criterion=exploding)
-    assert len(calls) == 3 * 3  # three members, three steps
 
 
 def test_an_error_after_a_loss_that_is_not_finite_is_a_divergence():

@@ -10,6 +10,7 @@ from embens.training.callbacks import (
     clip_gradients_,
 )
 from embens.training.checkpoint import Checkpoint
+from embens.training.features import CacheFeatures
 from embens.training.history import History
 from embens.training.loop import fit
 from embens.training.options import (
@@ -32,6 +33,7 @@ __all__ = [
     "Autocast",
     "Batches",
     "CSVLog",
+    "CacheFeatures",
     "Callback",
     "Checkpoint",
     "ClipGradients",

@@ -3,7 +3,8 @@
 Data are pairs ``(inputs, target)``. Inputs are one tensor, a tuple of several, or a dict whose keys
 are argument names of the reference. ``(x, z, target)`` means ``((x, z), target)``, and a dict with
 the key ``labels`` means ``(the other entries, labels)``. A target may be a tuple or a dict as well,
-for a criterion that takes it apart.
+for a criterion that takes it apart. Sample weights follow the target: ``(x, y, w)`` for a network
+with one input, ``((x, z), y, w)`` for several. Arrays of numpy become tensors.
 
 Tensors and map-style data sets are shuffled; the order depends on the seed and the epoch only. A
 ``DataLoader``, or any other object that can be iterated repeatedly, is used as it is. It cannot
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from embens.checks import check_rows
+from embens.sources import as_tensors, has_weights
 from embens.training import processes
 from embens.training.processes import ALONE, World
 
@@ -34,14 +36,16 @@ class Minibatch(NamedTuple):
     Attributes:
         inputs: a tuple or a dict of inputs.
         target: the target.
-        rows: number of rows in this process (per member, if each member has its own batch).
+        rows: number of rows in this process (per member, if members have separate batches).
         total: number of rows in all processes, or None if unknown.
+        weight: sample weights ``(row,)``, or None.
     """
 
     inputs: Any
     target: Any
     rows: int
     total: int | None
+    weight: Tensor | None = None
 
 
 @dataclass
@@ -50,11 +54,13 @@ class BatchSource:
 
     Attributes:
         data: what the user passed.
-        batch_size: rows of a batch in all processes together; a loader has its own.
+        batch_size: rows of a batch in all processes together; a loader has a fixed one.
         seed: seed of the sample order; None: keep the order of the data.
-        members: if not None, draw a separate order for each of so many members.
+        members: if not None, number of members, each of which has a separate order.
         world: the processes that share each batch.
         name: of the argument, for error messages.
+        counts: least and largest number of inputs of the network, to recognise sample weights.
+        dtype: type of the tensors made from floating arrays of numpy.
     """
 
     data: Any
@@ -63,11 +69,15 @@ class BatchSource:
     members: int | None = None
     world: World = ALONE
     name: str = "train"
+    counts: tuple[int, float] | None = None
+    dtype: torch.dtype | None = None
 
     count = 0
     """Number of rows, or of a loader's batches; 0 if unknown."""
     tensors = None
     """All ``(inputs, target)`` if the data are tensors."""
+    weight: Tensor | None = None
+    """All sample weights if the data are tensors."""
     generators: Sequence[torch.Generator] = ()
     """Random generators of a loader, to be saved in checkpoints."""
 
@@ -86,7 +96,9 @@ class IndexedSource(BatchSource):
         if isinstance(data, Mapping):
             data = split_target(data, expected)
         if isinstance(data, (tuple, list)) and not _is_list_of_dicts(data):
+            data = as_tensors(data, self.dtype)
             self.count = check_rows(self.name, list(data), EXPECTED)
+            data, self.weight = split_weights(data, self.counts, self.name)
             self.tensors = split_target(data, expected)
         elif hasattr(data, "__getitem__") and not isinstance(data, (Tensor, str)):
             self.count = len(data)
@@ -94,6 +106,8 @@ class IndexedSource(BatchSource):
             hint = ""
             if hasattr(data, "train") and hasattr(data, "test"):
                 hint = ". Pass one part: data.train"
+            elif isinstance(data, Tensor):
+                hint = f". Pass inputs and targets together: {self.name}=(x, y)"
             raise TypeError(f"{expected}; got {type(data).__name__}{hint}")
         if self.count == 0:
             raise ValueError(f"{self.name}: expected at least one sample; got none")
@@ -122,22 +136,24 @@ class IndexedSource(BatchSource):
             if rows == 0:
                 # Fewer rows than processes: run any row, with weight 0.
                 local = index[..., :1]
-            inputs, target = self._fetch(local)
-            yield Minibatch(inputs, target, rows, index.shape[-1])
+            inputs, target, weight = self._fetch(local)
+            yield Minibatch(inputs, target, rows, index.shape[-1], weight)
 
-    def _fetch(self, index: Tensor) -> tuple[Any, Any]:
-        """Return inputs and target of rows, with the shape of ``index`` in front."""
+    def _fetch(self, index: Tensor) -> tuple[Any, Any, Any]:
+        """Return inputs, target and weights of rows, with the shape of ``index`` in front."""
         rows = index.flatten()
         if self.tensors is not None:
-            parts = map_tensors(lambda t: t.index_select(0, rows.to(t.device)), self.tensors)
+            parts = (*self.tensors, self.weight)
+            parts = map_tensors(lambda t: t.index_select(0, rows.to(t.device)), parts)
         else:
-            numbers = rows.tolist()
+            indices = rows.tolist()
             if hasattr(self.data, "__getitems__"):
-                samples = self.data.__getitems__(numbers)
+                samples = self.data.__getitems__(indices)
             else:
-                samples = [self.data[number] for number in numbers]
+                samples = [self.data[index] for index in indices]
             expected = "the data set: expected items (input, target)"
-            parts = split_target(default_collate(samples), expected)
+            values, weight = split_weights(default_collate(samples), self.counts, self.name)
+            parts = (*split_target(values, expected), weight)
         if self.members is None:
             return parts
         return map_tensors(lambda t: t.unflatten(0, index.shape), parts)
@@ -145,7 +161,7 @@ class IndexedSource(BatchSource):
 
 @dataclass
 class LoaderSource(BatchSource):
-    """Batches of a user's loader, which may draw from random generators of its own."""
+    """Batches of a user's loader, which may use separate random generators."""
 
     resumable = False
 
@@ -173,11 +189,12 @@ class LoaderSource(BatchSource):
         expected = f"{self.name}: expected a loader of batches (inputs, targets)"
         number = 0
         for number, values in enumerate(self.data, 1):
+            values, weight = split_weights(as_tensors(values, self.dtype), self.counts, self.name)
             inputs, target = split_target(values, expected)
             rows = count_rows(target, axis=0 if self.members is None else 1)
             if rows == 0:
                 raise ValueError(f"{self.name}: batch {number} of the loader has no rows")
-            yield Minibatch(inputs, target, rows, None)
+            yield Minibatch(inputs, target, rows, None, weight)
         self._check_count(number)
 
     def _check_count(self, batches: int) -> None:
@@ -212,6 +229,37 @@ def batches_of(data: Any, batch_size: int, **options: Any) -> AnySource:
     if isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         return LoaderSource(data, batch_size, **options)
     return IndexedSource(data, batch_size, **options)
+
+
+def split_weights(
+    values: Any, counts: tuple[int, float] | None, name: str
+) -> tuple[Any, Tensor | None]:
+    """Separate the sample weights from a batch, or from all data.
+
+    Args:
+        values: a sequence, or a dict.
+        counts: least and largest number of inputs of the network.
+        name: of the argument, for error messages.
+
+    Returns:
+        The values without weights, and the weights, or None.
+
+    Raises:
+        ValueError: if weights are not one finite, non-negative number for each row.
+    """
+    if not has_weights(values, counts):
+        return values, None
+    *rest, weight = values
+    is_valid = isinstance(weight, Tensor) and weight.dim() > 0
+    if is_valid:
+        weight = weight if weight.is_floating_point() else weight.float()
+        is_valid = bool(weight.isfinite().all()) and bool((weight >= 0).all())
+    if not is_valid or weight.dim() > 2:
+        raise ValueError(
+            f"{name}: sample weights must be one finite, non-negative number for each row, got "
+            f"{getattr(weight, 'shape', weight)!s:.80}."
+        )
+    return tuple(rest), weight
 
 
 def split_target(values: Any, expected: str) -> tuple[Any, Any]:

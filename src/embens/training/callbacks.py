@@ -21,7 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from embens.checks import check_number, closest
 from embens.ensemble import EmbeddedEnsemble
-from embens.files import write_atomically
+from embens.files import check_output, write_atomically
 from embens.optim import Gamma, gradient_factor
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Callback:
     """Base class of callbacks; override the methods you need.
 
     A callback that watches a run needs no more than these methods: it exists in the first process
-    only, and random numbers that it draws do not change the run. A callback that changes training
+    only, and random values that it draws do not change the run. A callback that changes training
     sets ``changes_training = True``: it then exists in every process, shares the run's random
     generators, and its :meth:`settings` identify the run in checkpoints.
 
@@ -71,7 +71,7 @@ class Callback:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to be saved in checkpoints: tensors, numbers, strings, lists, dicts."""
+        """Return the state to be saved in checkpoints: tensors, scalars, strings, lists, dicts."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,6 +130,7 @@ class CSVLog(Callback):
         path: the file.
 
     Raises:
+        OSError: when the run starts, if no file can be written there.
         ValueError: during the run, if the file has other columns.
 
     Example:
@@ -139,6 +140,10 @@ class CSVLog(Callback):
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._last_epoch: int | None = None
+
+    def on_start(self, run: Run) -> None:
+        """Check that the file can be written."""
+        check_output(self.path)
 
     def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
         """Append the record."""
@@ -287,7 +292,7 @@ class WeightAveraging(Callback):
 def clip_gradients_(ensemble: EmbeddedEnsemble, norm: float, *, gamma: Gamma = None) -> Tensor:
     r"""Clip the gradients of an ensemble in place, member by member.
 
-    Member :math:`a` sees a step on its own network, with the gradient norm :math:`n_a`. The factor
+    Member :math:`a` sees a step on its network, with the gradient norm :math:`n_a`. The factor
     that clips it to the norm :math:`C` is :math:`c_a`:
 
     .. math::

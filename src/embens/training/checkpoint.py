@@ -11,21 +11,22 @@ import functools
 import json
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from embens.checks import check_whole
-from embens.files import Format, Refused, locked, read_tree, refusing, write_tree
+from embens.checks import check_whole, warn
+from embens.fields import Fields, refusal
+from embens.files import Format, Refused, is_format, locked, read_tree, refusing, write_tree
 from embens.training.callbacks import Callback
+from embens.training.states import check_state
 
 if TYPE_CHECKING:
     from embens.training.run import Run
 
-FORMAT = Format("embens checkpoint", 5)
+FORMAT = Format("embens checkpoint", 6)
 KEPT_FILES = 2
 FILE_NAME = re.compile(r"step-\d{10}\.safetensors")
 LONG_TENSOR = 1000
@@ -37,8 +38,9 @@ class Checkpoint(Callback):
 
     A run that was stopped at any moment, also by ``kill -9``, continues from its last checkpoint
     and ends with the same bits as an uninterrupted one. The data are compared by their number of
-    rows only. With a ``DataLoader`` a run continues from the end of an epoch. To train a finished
-    ensemble further, choose another folder.
+    rows only. With a ``DataLoader`` a run continues from the end of an epoch. A run with more
+    ``epochs`` continues a finished or an interrupted one: completed epochs count, and the schedule
+    is from then on that of the new number of epochs.
 
     Args:
         folder: holds the checkpoints of this run only; created if needed.
@@ -77,9 +79,17 @@ class Checkpoint(Callback):
             lock = locked(self.folder / ".lock", f"the checkpoint folder {str(self.folder)!r}")
             run.cleanup.enter_context(lock)
         self._identity = json.loads(json.dumps(identify(run)))
-        state = self.load_last()
-        if state is not None:
-            run.load_state_dict(state)
+        state = self.load_last(run)
+        if state is None:
+            return
+        completed = state["epoch"] + (state["step"] > 0)
+        if run.epochs < completed:
+            raise ValueError(
+                f"epochs must be at least {completed}, the number that the checkpoints in "
+                f"{str(self.folder)!r} have begun, got {run.epochs}. Use another folder to start "
+                "again."
+            )
+        run.load_state_dict(state)
 
     def on_step(self, run: Run) -> None:
         """Save every ``every`` steps, and before an epoch is cut short."""
@@ -114,22 +124,26 @@ class Checkpoint(Callback):
         self._refused.discard(path)
         files = [file for file in self._files() if file not in self._refused]
         for old in files[KEPT_FILES:]:
-            old.unlink(missing_ok=True)
+            if is_format(old, FORMAT):  # a file of the user may have such a name
+                old.unlink(missing_ok=True)
 
-    def load_last(self) -> dict[str, Any] | None:
+    def load_last(self, run: Run) -> dict[str, Any] | None:
         """Return the state of the last readable checkpoint, or None; warn about damaged files."""
+        template = run.state_dict(with_callbacks=False)  # in all processes
         for path in self._files():
             try:
-                content = read_tree(path, FORMAT)
+                content = Fields(read_tree(path, FORMAT), path.name, ["run", "state"])
                 with refusing(path):
-                    state = content["state"]
-                    identity = dict(content["run"])
+                    json.dumps(content.get("run"))  # raises if there are tensors
+                self._check_identity(path, content.fields("run").values)
+                with refusing(path):
+                    check_state(run, template, content.get("state"), f"{path.name}: state")
+                    check_step(path.name, content.get("state")["steps"])
             except Refused as error:
-                warnings.warn(f"checkpoint refused: {error}", stacklevel=2)
+                warn(f"checkpoint refused: {error}")
                 self._refused.add(path)
                 continue
-            self._check_identity(path, identity)
-            return state
+            return content.get("state")
         return None
 
     def _check_identity(self, path: Path, saved: dict[str, Any]) -> None:
@@ -139,7 +153,7 @@ class Checkpoint(Callback):
                 raise ValueError(
                     f"{path} is of a different run: {key} was {json.dumps(before):.200}, now it is "
                     f"{json.dumps(now):.200}. Use the same arguments to continue it, or another "
-                    "folder to start anew."
+                    "folder to start again."
                 )
 
     def _files(self) -> list[Path]:
@@ -151,12 +165,19 @@ class Checkpoint(Callback):
         return sorted(files, reverse=True)
 
 
+def check_step(name: str, steps: int) -> None:
+    """Raise unless a checkpoint has the number of steps in its name."""
+    if name != f"step-{steps:010d}.safetensors":
+        raise refusal(f"{name}: state.steps", "the number in the name of the file", steps)
+
+
 def identify(run: Run) -> dict[str, Any]:
     """Return what identifies a run, as JSON: the same arguments give the same result."""
     ensemble = run.ensemble
     identity: dict[str, Any] = {"family": ensemble.spec.family, "members": ensemble.members}
     for name, value in run.arguments.items():
-        identity[name] = describe(value)
+        if name != "epochs":  # a run may be extended
+            identity[name] = describe(value)
     for callback in run.callbacks:
         if callback.changes_training:
             for name, value in callback.settings().items():

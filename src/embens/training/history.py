@@ -1,12 +1,10 @@
-"""The history of a run, the metrics of an epoch, and progress on the error stream."""
+"""The history of a run and the metrics of an epoch."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import sys
-import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,22 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from embens import mixtures
 from embens.checks import check_choice
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
+Task = Literal["classification", "regression", "gaussian"]
+
 BUFFER_SIZE = 2**20
 """Number of buffered outputs after which they are counted."""
-UPDATE_INTERVAL = 0.1
-"""Seconds between two updates of the progress bar."""
-PROGRESS_COLUMNS = {
-    "loss": "loss",
-    "ensemble_accuracy": "accuracy",
-    "validation_loss": "validation loss",
-    "validation_ensemble_accuracy": "validation accuracy",
-}
 
 
 @dataclass(frozen=True)
@@ -37,17 +30,20 @@ class History:
     """The result of :func:`embens.fit`.
 
     Training columns are measured during the epoch, while the weights change. Undefined values are
-    NaN: the accuracy of a regression, a correlation without pairs, the rate of a group that does
-    not exist.
+    NaN: a correlation without pairs, the rate of a group that does not exist. A regression has no
+    accuracies.
 
     Attributes:
         members: one row per epoch and member with ``epoch``, ``member``, ``loss``, ``accuracy``
             and, with validation data, ``validation_loss`` and ``validation_accuracy``.
-        epochs: one row per epoch with ``epoch``, ``loss`` (mean over members),
-            ``ensemble_accuracy``, ``correlation`` (of correctness between members), the same three
-            with the prefix ``validation_``, ``metric`` (selects the best epoch), ``lr`` (rate of
-            the shared parameters, gamma included), ``modulation_lr``, ``gradient_norm_shared`` and
-            ``gradient_norm_individual`` (at the first step of the epoch) and ``seconds``.
+        epochs: one row per epoch with ``epoch``, ``loss`` (mean over members) and the metrics of
+            the ensemble: ``ensemble_accuracy``, ``nll`` (of the mean probability) and
+            ``correlation`` (of correctness between members) for classification; ``rmse`` for
+            regression, with ``nll`` (of the mixture) where members predict variances. The same
+            columns with the prefix ``validation_``, ``metric`` (selects the best epoch), ``lr``
+            (rate of the shared parameters, gamma included), ``modulation_lr``,
+            ``gradient_norm_shared`` and ``gradient_norm_individual`` (at the first step of the
+            epoch) and ``seconds``.
         best_epoch: the epoch with the best metric; None without validation data.
         stopped: why the run ended: "epochs", "patience", "time", or the reason that a callback
             passed to ``run.stop``.
@@ -79,7 +75,7 @@ class History:
         from matplotlib.figure import Figure
 
         columns = {"loss": "loss"}
-        if any(not math.isnan(row["ensemble_accuracy"]) for row in self.epochs):
+        if any("ensemble_accuracy" in row for row in self.epochs):
             columns["accuracy"] = "ensemble_accuracy"
         figure = Figure(figsize=(5.0 * len(columns), 3.5), layout="constrained")
         for position, (member_column, ensemble_column) in enumerate(columns.items(), 1):
@@ -157,8 +153,9 @@ class Tally:
         sums: by name. Per member, ``(member,)``: ``loss``, the sum of losses over ``rows`` rows;
             ``correct``, the number of correct answers among ``labelled`` rows (labels to ignore
             are excluded). If all members see the same rows: ``both_correct``,
-            ``(member, member)``, the rows on which two members are correct; and
-            ``ensemble_correct``, those on which the mean output is.
+            ``(member, member)``, the rows on which two members are correct; ``ensemble_correct``,
+            those on which the mean output is; ``log_loss``, the sum of negative log-likelihoods of
+            the ensemble; and ``squared_error`` of its mean over ``values`` values.
 
     Example:
         >>> tally = Tally(2)
@@ -178,7 +175,11 @@ class Tally:
             "labelled": (members,),
             "both_correct": (members, members),
             "ensemble_correct": (),
+            "log_loss": (),
+            "squared_error": (),
+            "values": (),
         }
+        self.tasks: set[Task] = set()
         self.sums = {}
         for name, shape in shapes.items():
             self.sums[name] = torch.zeros(shape, device=device, dtype=torch.float64)
@@ -189,23 +190,36 @@ class Tally:
         self._rows: list[int] = []
         self._outputs: list[Tensor] = []
         self._targets: list[Tensor] = []
+        self._lacks_losses: list[bool] = []
+        self._regressions: list[tuple[Tensor, Tensor]] = []
         self._size = 0
 
-    def add(self, losses: Tensor, outputs: Any, target: Any, rows: int) -> None:
+    def add(
+        self, losses: Tensor | None, outputs: Any, target: Any, rows: int, task: Task | None = None
+    ) -> None:
         """Add a batch.
 
         Args:
-            losses: mean losses of the members, ``(member,)``.
+            losses: mean losses of the members, ``(member,)``; None: cross-entropies of logits
+                and class indices, with at least one label, on rows that all members see.
             outputs: outputs of the ensemble; counted if they are logits.
             target: the target; counted if it holds class indices.
-            rows: number of rows (per member, if each has its own batch).
+            rows: number of rows (per member, if members have separate batches).
+            task: "regression" (outputs are values) or "gaussian" (means and log-variances).
         """
-        self._losses.append(losses.detach())
-        self._rows.append(rows)
-        if not self._is_classification(outputs, target):
+        if losses is not None:
+            self._losses.append(losses.detach())
+            self._rows.append(rows)
+        if self._is_classification(outputs, target):
+            self.tasks.add("classification")
+            self._outputs.append(outputs.detach())
+            self._targets.append(target)
+            self._lacks_losses.append(losses is None)
+        elif task is not None and self.batch == "same":
+            self.tasks.add(task)
+            self._regressions.append((outputs.detach(), target))
+        else:
             return
-        self._outputs.append(outputs.detach())
-        self._targets.append(target)
         self._size += outputs.numel()
         if self._size > BUFFER_SIZE:
             self.flush()
@@ -229,6 +243,8 @@ class Tally:
             self._count_losses()
         if self._outputs:
             self._count_answers()
+        for outputs, target in self._regressions:
+            self._count_errors(outputs, target)
         self._clear()
 
     def _count_losses(self) -> None:
@@ -246,10 +262,14 @@ class Tally:
         self.sums["rows"] += weight.sum(0)
 
     def _count_answers(self) -> None:
-        outputs = torch.cat(self._outputs, 0 if self.batch == "split" else 1)
+        # Classes before rows: reductions over them are then several times faster.
+        axis = 1 if self.batch == "split" else 2
+        outputs = torch.cat([part.movedim(-1, axis - 1) for part in self._outputs], axis)
         target = torch.cat(self._targets, -1).to(outputs.device)
-        labelled = (target >= 0) & (target < outputs.shape[-1])
-        correct = (outputs.max(-1).indices == target) & labelled  # max is faster than argmax
+        labelled = (target >= 0) & (target < outputs.shape[axis - 1])
+        correct = _is_correct(outputs, target, axis - 1) & labelled
+        if self.batch == "same":
+            self._count_ensemble(outputs, target, labelled, correct)
         if self.batch == "split":
             owner = torch.cat([torch.arange(len(rows)) % self.members for rows in self._targets])
             belongs = owner == torch.arange(self.members)[:, None]
@@ -258,11 +278,66 @@ class Tally:
             labelled = labelled & belongs
         self.sums["correct"] += correct.sum(1)
         self.sums["labelled"] += labelled.sum(-1)
-        if self.batch == "same":
-            ones = correct.to(torch.float32)
-            self.sums["both_correct"] += ones @ ones.T  # integers, exact below 2²⁴
-            ensemble_correct = (outputs.mean(0).max(-1).indices == target) & labelled
-            self.sums["ensemble_correct"] += ensemble_correct.sum()
+
+    def _count_ensemble(
+        self, outputs: Tensor, target: Tensor, labelled: Tensor, correct: Tensor
+    ) -> None:
+        """Count pairs of members and the ensemble, on rows that all members see.
+
+        Args:
+            outputs: logits ``(member, class, row)``.
+            target: class indices ``(row,)``.
+            labelled: which of them are classes, ``(row,)``.
+            correct: which answers are correct, ``(member, row)``.
+        """
+        ones = correct.to(torch.float32)
+        self.sums["both_correct"] += ones @ ones.T  # integers, exact below 2²⁴
+        ensemble_correct = (outputs.mean(0).max(0).indices == target) & labelled
+        self.sums["ensemble_correct"] += ensemble_correct.sum()
+        row_losses = _cross_entropies(outputs, target)
+        if any(self._lacks_losses):
+            self._count_row_losses(row_losses, labelled)
+        log_losses = math.log(self.members) - (-row_losses[:, labelled]).logsumexp(0)
+        # Sums in float64 do not depend on how rows are divided into batches.
+        self.sums["log_loss"] += log_losses.double().sum()
+
+    def _count_row_losses(self, row_losses: Tensor, labelled: Tensor) -> None:
+        """Count the losses of batches that came without them.
+
+        The loss of a batch is the mean over its labelled rows, and counts for all of its rows. All
+        summands are float32 values, so their sums in float64 are exact: they do not depend on when
+        a buffer is counted.
+
+        Args:
+            row_losses: ``(member, row)``.
+            labelled: ``(row,)``.
+        """
+        if bool(labelled.all()) and all(self._lacks_losses):
+            self.sums["loss"] += row_losses.double().sum(1)
+            self.sums["rows"] += len(labelled)
+            return
+        sizes = [len(target) for target in self._targets]
+        batches = zip(row_losses.split(sizes, 1), labelled.split(sizes), strict=True)
+        for (losses, labels), lacks_losses in zip(batches, self._lacks_losses, strict=True):
+            if not lacks_losses:
+                continue
+            total = losses[:, labels].double().sum(1)
+            if not bool(labels.all()):
+                total = (total / labels.sum()).float().double() * len(labels)
+            self.sums["loss"] += total
+            self.sums["rows"] += len(labels)
+
+    def _count_errors(self, outputs: Tensor, target: Tensor) -> None:
+        """Count the errors of a regression."""
+        means = outputs
+        if "gaussian" in self.tasks:
+            means, stds = outputs[..., 0], (outputs[..., 1] / 2).exp()
+            target = target.reshape(means.shape[1:])
+            losses = mixtures.negative_log_likelihood(means, stds, target)
+            self.sums["log_loss"] += losses.double().sum()
+        errors = means.mean(0) - target.reshape(means.shape[1:])
+        self.sums["squared_error"] += errors.square().double().sum()
+        self.sums["values"] += errors.numel()
 
     def summary(self, prefix: str = "") -> dict[str, Any]:
         """Return the columns of a record; values per member are lists.
@@ -271,30 +346,70 @@ class Tally:
             prefix: put before the name of every column.
         """
         self.flush()
-        # Plain numbers from here on: a dozen operations on small tensors would take longer.
+        # Python floats from here on: a dozen operations on small tensors would take longer.
         sums = {name: value.tolist() for name, value in self.sums.items()}
         losses = _ratios(sums["loss"], sums["rows"])
-        accuracies = _ratios(sums["correct"], sums["labelled"])
-        ensemble_accuracy = correlation = math.nan
-        if self.batch == "same" and sums["labelled"][0] > 0:
-            rows = sums["labelled"][0]
-            ensemble_accuracy = sums["ensemble_correct"] / rows
-            correlation = _correlation(accuracies, sums["both_correct"], rows)
         observed = [loss for loss, rows in zip(losses, sums["rows"], strict=True) if rows > 0]
-        return {
-            f"{prefix}loss": sum(observed) / len(observed) if observed else math.nan,
-            f"{prefix}ensemble_accuracy": ensemble_accuracy,
-            f"{prefix}correlation": correlation,
-            f"{prefix}member_loss": losses,
-            f"{prefix}member_accuracy": accuracies,
-        }
+        columns: dict[str, Any] = {"loss": _ratio(sum(observed), len(observed))}
+        rows = sums["labelled"][0]
+        if rows > 0 or "classification" in self.tasks:
+            accuracies = _ratios(sums["correct"], sums["labelled"])
+            is_defined = self.batch == "same" and rows > 0
+            columns["ensemble_accuracy"] = columns["nll"] = columns["correlation"] = math.nan
+            if is_defined:
+                columns["ensemble_accuracy"] = sums["ensemble_correct"] / rows
+                columns["nll"] = sums["log_loss"] / rows
+                columns["correlation"] = _correlation(accuracies, sums["both_correct"], rows)
+            columns["member_accuracy"] = accuracies
+        elif sums["values"] > 0:
+            columns["rmse"] = math.sqrt(sums["squared_error"] / sums["values"])
+            if "gaussian" in self.tasks:
+                columns["nll"] = sums["log_loss"] / sums["values"]
+        columns["member_loss"] = losses
+        return {f"{prefix}{name}": value for name, value in columns.items()}
+
+
+def _is_correct(outputs: Tensor, target: Tensor, axis: int) -> Tensor:
+    """Return where the class of the largest output, the first of several, is the target.
+
+    Args:
+        outputs: logits with the classes on ``axis`` and the rows on the next.
+        target: class indices, of the shape of the outputs without ``axis``, or ``(row,)``; the
+            result for a label that is no class has no meaning.
+        axis: of the classes.
+    """
+    largest = outputs.amax(axis, keepdim=True)
+    # Indices of maxima are slow to compute. Without ties and NaN the values are enough.
+    differences = outputs - largest
+    maxima = outputs.numel() - int(differences.count_nonzero())
+    if maxima != largest.numel():
+        return outputs.max(axis).indices == target
+    labels = target.clamp(0, outputs.shape[axis] - 1).unsqueeze(-2).expand_as(largest)
+    return differences.gather(axis, labels).squeeze(axis) == 0
+
+
+def _cross_entropies(outputs: Tensor, target: Tensor) -> Tensor:
+    """Return the cross-entropy of each member and row, ``(member, row)``.
+
+    Args:
+        outputs: logits ``(member, class, row)``.
+        target: class indices ``(row,)``; the result of a row whose label is no class has no
+            meaning.
+    """
+    members, classes, _ = outputs.shape
+    labels = target.clamp(0, classes - 1).expand(members, -1)
+    return F.cross_entropy(outputs, labels, reduction="none")
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else math.nan
 
 
 def _ratios(numerators: list[float], denominators: list[float]) -> list[float]:
     """Divide element by element; NaN where a denominator is 0."""
     ratios = []
     for numerator, denominator in zip(numerators, denominators, strict=True):
-        ratios.append(numerator / denominator if denominator > 0 else math.nan)
+        ratios.append(_ratio(numerator, denominator))
     return ratios
 
 
@@ -312,84 +427,9 @@ def _correlation(accuracies: list[float], both_correct: list[list[float]], rows:
     varying = [a for a, accuracy in enumerate(accuracies) if 0 < accuracy < 1]
     if len(varying) < 2:
         return math.nan
-    total = 0.0
-    for a in varying:
-        for b in varying:
-            if a == b:
-                continue
-            covariance = both_correct[a][b] / rows - accuracies[a] * accuracies[b]
-            variance_a = accuracies[a] * (1 - accuracies[a])
-            variance_b = accuracies[b] * (1 - accuracies[b])
-            total += covariance / math.sqrt(variance_a * variance_b)
-    return total / (len(varying) * (len(varying) - 1))
-
-
-class Progress:
-    """A progress bar, one line per epoch, or nothing.
-
-    The bar needs a terminal and ``rich``; otherwise each epoch prints one line.
-
-    Args:
-        show: whether to show progress; None: if the error stream is a terminal.
-        epochs: number of epochs.
-        steps: steps per epoch; 0 if unknown.
-    """
-
-    def __init__(self, show: bool | None, epochs: int, steps: int):
-        terminal = sys.stderr is not None and sys.stderr.isatty()
-        if show is None:
-            show = terminal
-        self.show = show
-        self.epochs = epochs
-        self.updated = 0.0
-        self.bar: Any = None
-        if not show or not terminal:
-            return
-        try:
-            from rich import progress
-            from rich.console import Console
-        except ImportError:
-            return
-        self.bar = progress.Progress(
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[text]}"),
-            console=Console(file=sys.stderr),
-        )
-        self.task = self.bar.add_task("", total=steps * epochs or None, text="")
-
-    def running(self) -> AbstractContextManager:
-        """Return a context in which the bar is visible."""
-        if self.bar is None:
-            return nullcontext()
-        return self.bar
-
-    def step(self, run: Any) -> None:
-        """Update the bar after a step, at most a few times per second."""
-        if self.bar is None:
-            return
-        now = time.monotonic()
-        if now - self.updated < UPDATE_INTERVAL:
-            return
-        self.updated = now
-        speed = self.bar.tasks[self.task].speed or 0.0
-        text = f"{speed:.1f} steps/s, loss {run.loss:.4g}"
-        self.bar.update(self.task, completed=run.steps, text=text)
-
-    def epoch(self, run: Any, record: dict[str, Any]) -> None:
-        """Show the record of an epoch."""
-        if not self.show:
-            return
-        parts = []
-        for column, label in PROGRESS_COLUMNS.items():
-            value = record.get(column, math.nan)
-            if not math.isnan(value):
-                parts.append(f"{label} {value:.4g}")
-        parts.append(f"{record['seconds']:.2g} s")
-        text = f"epoch {record['epoch']}/{self.epochs}: {', '.join(parts)}"
-        if self.bar is None:
-            print(text, file=sys.stderr)
-        else:
-            self.bar.update(self.task, completed=run.steps, text=text)
+    correlations = []
+    deviations = [math.sqrt(accuracy * (1 - accuracy)) for accuracy in accuracies]
+    for a, b in itertools.combinations(varying, 2):
+        covariance = both_correct[a][b] / rows - accuracies[a] * accuracies[b]
+        correlations.append(covariance / (deviations[a] * deviations[b]))
+    return sum(correlations) / len(correlations)

@@ -38,6 +38,7 @@ class EnsembleTrainer(Trainer):
             kind = type(model).__name__
             raise TypeError(f"model: expected an ensemble (embens.adapt(…)), got {kind}.")
         self.ensemble = model
+        vars(model)["accepts_loss_kwargs"] = False  # the stock Trainer is refused by this name
         self.criterion = options.pop("compute_loss_func", None)
         super().__init__(model, args, **options)
         self.model_accepts_loss_kwargs = False

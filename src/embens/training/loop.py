@@ -1,10 +1,6 @@
 """``embens.fit``: the training loop.
 
 A step is forward, backward, update. Everything else is a callback (:mod:`embens.training`).
-
-Losses are checked for NaN and infinity only every :data:`CHECK_INTERVAL` steps, because each check
-waits for the device. A divergence is therefore noticed a few steps late, and the ensemble gets the
-weights of the last epoch.
 """
 
 import functools
@@ -24,52 +20,35 @@ from embens.checks import check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
 from embens.modes import evaluating
 from embens.optim import Gamma
+from embens.prediction import floating_dtype
+from embens.sources import count_inputs
 from embens.training import processes
-from embens.training.batches import AnySource, Minibatch, batches_of
+from embens.training.batches import AnySource, batches_of
 from embens.training.callbacks import Callback, as_callbacks
 from embens.training.checkpoint import Checkpoint
-from embens.training.history import History, Progress, Tally, epoch_row
-from embens.training.options import MakeScheduler, Options, is_larger_better, linear_decay
-from embens.training.passes import check_data, explain_batch_norm
+from embens.training.features import compute_features, separate_heads
+from embens.training.hints import HINTS
+from embens.training.history import History, Tally, epoch_row
+from embens.training.options import (
+    METRICS,
+    MakeScheduler,
+    Options,
+    is_larger_better,
+    linear_decay,
+)
+from embens.training.passes import check_data
+from embens.training.progress import Progress
 from embens.training.run import Run, copy_weights
+from embens.training.step import take_step
 from embens.trees import gather
 
 Criterion = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
-CHECK_INTERVAL = 64
-"""Steps between checks for losses that are not finite."""
 DEFAULT_LR = 0.01
 
-_GROUPS = ". Pass optimizer=torch.optim.SGD(ensemble.parameter_groups(lr=…, {}=…), momentum=0.9)."
-_CALLBACK = ". Pass callbacks=[embens.training.{}]."
-REMOVED_ARGUMENTS = {
-    "modulation_lr": _GROUPS.format("modulation_lr"),
-    "weight_decay": _GROUPS.format("weight_decay"),
-    "modulation_weight_decay": _GROUPS.format("modulation_weight_decay"),
-    "batch": _CALLBACK.format('Batches("own")') + ' "split" is the other choice.',
-    "of": _CALLBACK.format('Objective(of="mean")'),
-    "chunk": _CALLBACK.format("Objective(chunk=…)"),
-    "metric": _CALLBACK.format("KeepBest(metric=…)"),
-    "maximise": _CALLBACK.format("KeepBest(metric=…, maximise=…)"),
-    "patience": _CALLBACK.format("EarlyStopping(patience)"),
-    "keep": _CALLBACK.format("KeepLast()") + " The best epoch is kept by default.",
-    "clip": _CALLBACK.format("ClipGradients(norm)"),
-    "accumulate": _CALLBACK.format("Accumulate(batches)"),
-    "autocast": _CALLBACK.format("Autocast(dtype)"),
-    "compile": _CALLBACK.format("Compile()"),
-    "schedule_by": _CALLBACK.format("ScheduleEveryStep()"),
-    "average": _CALLBACK.format("WeightAveraging(epochs)"),
-    "time_limit": _CALLBACK.format("TimeLimit(seconds)"),
-    "checkpoint": _CALLBACK.format("Checkpoint(folder)"),
-    "every": _CALLBACK.format("Checkpoint(folder, every=…)"),
-    "each": ". Per-member hyperparameters are not part of the library; write a loop around "
-    "embens.objective.",
-}
-"""Hints for arguments that callbacks or the optimizer replace."""
 
-
-@suggest(REMOVED_ARGUMENTS)
+@suggest(HINTS)
 def fit(
     ensemble: EmbeddedEnsemble,
     train: Any,
@@ -102,10 +81,11 @@ def fit(
         ensemble: an ensemble of any family.
         train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``.
             Several inputs are ``((x, z), y)`` or ``({"x": x, "z": z}, y)``, with the argument
-            names of the reference.
+            names of the reference. Sample weights follow the targets, as in ``(x, y, w)``: the
+            loss is then a weighted mean over the rows of a batch. Arrays of numpy become tensors.
         validation: data of the same form, evaluated after each epoch.
         epochs: number of epochs.
-        batch_size: rows per step, in all processes together; a loader has its own.
+        batch_size: rows per step, in all processes together; a loader has a fixed one.
         lr: learning rate :math:`\eta_w = \eta_u`. For separate rates and weight decays pass an
             optimizer of ``ensemble.parameter_groups(lr=…, modulation_lr=…, weight_decay=…)``.
         gamma: gradient scaling: a number, a function of M, or None for the natural value. See
@@ -121,10 +101,11 @@ def fit(
         seed: of the sample order and of all randomness in the network and the data set.
         callbacks: objects of subclasses of :class:`embens.training.Callback`, or functions of
             ``(ensemble, record)`` to be called after each epoch.
-        progress: whether to show progress; None: if the error stream is a terminal.
+        progress: True for a line per epoch on the error stream; None: at most one every five
+            seconds, or a bar in a terminal; False: nothing.
 
     Returns:
-        The history of losses and accuracies.
+        The history of losses and metrics.
 
     Raises:
         Divergence: if a loss or a weight is not finite. The ensemble then has the weights of the
@@ -145,21 +126,15 @@ def fit(
     check_whole("batch_size", batch_size)
     check_whole("seed", seed, 0)
     callback_list = as_callbacks(callbacks)
-    options = Options()
-    for callback in callback_list:
-        callback.setup(options)
-    options.check()
-
+    options = _collect_options(callback_list)
+    if options.cache_features:
+        ensemble, train, validation = _cache_features(ensemble, train, validation, batch_size)
     world = processes.join(next(ensemble.parameters()).device)
-    if world.size > 1 and options.batch == "split":
-        raise ValueError('Batches("split") needs one process; use Batches("own").')
-    members = ensemble.members if options.batch == "own" else None
-    train_batches = batches_of(train, batch_size, seed=seed, members=members, world=world)
-    validation_batches = None
-    if validation is not None:
-        validation_batches = batches_of(validation, batch_size, seed=None, name="validation")
-
-    processes.broadcast_(world, ensemble.state_dict().values())
+    train_batches, validation_batches = _read_data(
+        ensemble, train, validation, batch_size, seed, options, world
+    )
+    if world.size > 1:
+        processes.broadcast_(world, ensemble.state_dict().values())
     optimizer = _make_optimizer(ensemble, optimizer, lr, gamma)
     arguments = {
         "epochs": epochs,
@@ -177,14 +152,16 @@ def fit(
         torch.enable_grad(),
         ExitStack() as cleanup,
     ):
+        made_scheduler = _make_scheduler(optimizer, scheduler, epochs, options)
+        callback_list = _order_callbacks(callback_list, world.rank)
         run = Run(
             ensemble,
             train_batches,
             validation_batches,
             optimizer,
-            _make_scheduler(optimizer, scheduler, epochs, options),
+            made_scheduler,
             options,
-            _order_callbacks(callback_list, world.rank),
+            callback_list,
             arguments,
             cleanup,
         )
@@ -192,11 +169,64 @@ def fit(
         return _train(run, Progress(show, epochs, run.steps_per_epoch))
 
 
+def _collect_options(callbacks: list[Callback]) -> Options:
+    """Return the options that callbacks set."""
+    options = Options()
+    for callback in callbacks:
+        callback.setup(options)
+    options.check()
+    return options
+
+
+def _read_data(
+    ensemble: EmbeddedEnsemble,
+    train: Any,
+    validation: Any,
+    batch_size: int,
+    seed: int,
+    options: Options,
+    world: processes.World,
+) -> tuple[AnySource, AnySource | None]:
+    """Return the batches of training and validation data."""
+    if world.size > 1 and options.batch == "split":
+        raise ValueError('Batches("split") needs one process; use Batches("own").')
+    reading = _reading_options(ensemble)
+    members = ensemble.members if options.batch == "own" else None
+    train_batches = batches_of(
+        train, batch_size, seed=seed, members=members, world=world, **reading
+    )
+    if validation is None:
+        return train_batches, None
+    validation_batches = batches_of(validation, batch_size, seed=None, name="validation", **reading)
+    return train_batches, validation_batches
+
+
+def _reading_options(ensemble: EmbeddedEnsemble) -> dict[str, Any]:
+    """Return the options of ``batches_of`` that depend on an ensemble."""
+    counts = count_inputs(ensemble.reference.forward)
+    return {"counts": counts, "dtype": floating_dtype(ensemble)}
+
+
+def _cache_features(
+    ensemble: EmbeddedEnsemble, train: Any, validation: Any, batch_size: int
+) -> tuple[EmbeddedEnsemble, Any, Any]:
+    """Return the last layers of an ensemble, and the data with features in place of inputs."""
+    heads, layer = separate_heads(ensemble)
+    reading = _reading_options(ensemble)
+    source = batches_of(train, batch_size, seed=None, **reading)
+    train = compute_features(ensemble, heads, layer, source)
+    if validation is not None:
+        source = batches_of(validation, batch_size, seed=None, name="validation", **reading)
+        validation = compute_features(ensemble, heads, layer, source)
+    return heads, train, validation
+
+
 def _train(run: Run, progress: Progress) -> History:
     """Train until the run is stopped, and load the final weights."""
     run.notify("on_start")
-    # A barrier too: no process starts before all have read the checkpoint.
-    processes.broadcast_(run.world, run.ensemble.state_dict().values())
+    if run.world.size > 1:
+        # A barrier too: no process starts before all have read the checkpoint.
+        processes.broadcast_(run.world, run.ensemble.state_dict().values())
     if run.stopped is None:
         check_data(run)
     with progress.running():
@@ -219,7 +249,7 @@ def _train_epoch(run: Run, progress: Progress) -> None:
     start = time.perf_counter() - run.seconds
     batches = run.train.epoch(run.epoch, run.step * run.options.accumulate)
     while minibatches := list(islice(batches, run.options.accumulate)):
-        _take_step(run, minibatches)
+        take_step(run, minibatches)
         run.seconds = time.perf_counter() - start
         run.notify("on_step")
         progress.step(run)
@@ -227,60 +257,6 @@ def _train_epoch(run: Run, progress: Progress) -> None:
             run.interrupted = True
             break
     run.seconds = time.perf_counter() - start
-
-
-def _take_step(run: Run, minibatches: list[Minibatch]) -> None:
-    """Make one step on the mean over the rows of the batches."""
-    for parameter in run.parameters:
-        parameter.grad = None
-    try:
-        objective = _accumulate_gradients(run, minibatches)
-    except (RuntimeError, ValueError):
-        # Code of the user may raise because values are not finite: then it is a divergence.
-        if run.steps == 0:
-            run.ensemble.load_state_dict(run.good_weights)
-        run.check_objectives()
-        raise
-    rows = sum(batch.rows for batch in minibatches)
-    totals = [batch.total for batch in minibatches if batch.total is not None]
-    total = sum(totals) if len(totals) == len(minibatches) else None
-    objective = processes.average_(run.world, objective, run.parameters, rows, total)
-
-    scaler = run.passes.scaler
-    scaler.unscale_(run.optimizer)
-    run.notify("on_gradients")
-    if run.gradient_norms is None:
-        run.gradient_norms = (gradient_norm(run.shared), gradient_norm(run.individual))
-    scale = scaler.get_scale()
-    scaler.step(run.optimizer)
-    scaler.update()
-    run.step += 1
-    run.steps += 1
-    skipped = scaler.get_scale() < scale  # gradients were not finite in half precision
-    if run.options.schedule_every == "step" and not skipped:
-        run.scheduler.step()
-
-    run.last_objective = objective
-    run.unchecked_objectives.append(objective)
-    if run.step % CHECK_INTERVAL == 0:
-        run.check_objectives()
-
-
-def _accumulate_gradients(run: Run, minibatches: list[Minibatch]) -> Tensor:
-    """Add the gradients of some batches, weighted by their rows; return their objective."""
-    rows = sum(batch.rows for batch in minibatches)
-    inspect = run.train.tensors is None  # tensors were checked before the first step
-    objectives = []
-    for batch in minibatches:
-        weight = batch.rows / rows if rows > 0 else 1.0
-        name = f"train: batch {run.step + 1}"
-        with explain_batch_norm(f"{name} has {batch.rows} rows"):
-            objective, result = run.passes.train(batch, weight, name, inspect)
-        objectives.append(objective)
-        run.last_members = len(result.losses)
-        if batch.rows > 0:
-            run.tally.add(*result)
-    return sum(objectives[1:], objectives[0])
 
 
 def _end_epoch(run: Run, progress: Progress) -> None:
@@ -309,8 +285,8 @@ def _end_epoch(run: Run, progress: Progress) -> None:
     if run.epoch == run.epochs:
         run.stop("epochs")
     row = epoch_row(record)
-    progress.epoch(run, row)
     run.notify("on_epoch", row)
+    progress.epoch(run, row)
 
 
 @torch.no_grad()
@@ -319,35 +295,41 @@ def _validate(run: Run, validation: AnySource) -> dict[str, Any]:
     metric = run.options.metric
     tally = Tally(run.ensemble.members, device=run.device)
     results = []
+    keeps_outputs = callable(metric) or metric in METRICS
     seed = processes.combine(run.seed, run.epoch, 1)
     with evaluating(run.evaluated), processes.seeded(seed):
         for result in run.passes.evaluate(validation, run.evaluated):
             tally.add(*result)
-            if callable(metric):
+            if keeps_outputs:
                 results.append(result)
     columns = tally.summary("validation_")
     if metric is None:
-        is_regression = math.isnan(columns["validation_ensemble_accuracy"])
-        metric = "loss" if is_regression else "accuracy"
-    if callable(metric):
-        outputs = gather([r.outputs for r in results], lambda parts: torch.cat(parts, 1))
-        target = gather([r.target for r in results], torch.cat)
-        value = metric(outputs, target)
-    elif metric == "accuracy":
-        value = columns["validation_ensemble_accuracy"]
+        is_classification = "validation_ensemble_accuracy" in columns
+        metric = "accuracy" if is_classification else "loss"
+    if isinstance(metric, str) and metric not in METRICS:
+        value = _named_column(columns, metric)
     else:
-        value = columns["validation_loss"]
-    columns["metric"] = run.agree(value)
+        function = METRICS[metric] if isinstance(metric, str) else metric
+        outputs = gather([r.outputs for r in results], lambda parts: torch.cat(parts, 1))
+        value = function(outputs, gather([r.target for r in results], torch.cat))
+    columns["metric"] = run.agree(float(value))
     run.larger_is_better = is_larger_better(metric, run.options.maximise)
     return columns
 
 
-def gradient_norm(parameters: Sequence[Tensor]) -> float:
-    """Return the norm of all gradients together; NaN if there are none."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return math.nan
-    return float(torch.nn.utils.get_total_norm(gradients))
+def _named_column(columns: dict[str, Any], metric: str) -> float:
+    """Return the column of the history that a metric names."""
+    name = "ensemble_accuracy" if metric == "accuracy" else metric
+    if f"validation_{name}" not in columns:
+        hint = ""
+        if metric == "nll":
+            hint = " For values, nll needs predicted variances: criterion=embens.gaussian_nll."
+        names = [column.removeprefix("validation_") for column in epoch_row(columns)]
+        raise ValueError(
+            f"metric={metric!r} is not defined for these targets; the history has "
+            f"{', '.join(names)}.{hint}"
+        )
+    return columns[f"validation_{name}"]
 
 
 def _check_ensemble(ensemble: Any) -> None:
@@ -368,7 +350,7 @@ def _make_optimizer(
     if isinstance(optimizer, Optimizer):
         if lr != DEFAULT_LR or gamma is not None:
             raise ValueError(
-                "optimizer has its own learning rates; leave out lr= and gamma=, or pass them to "
+                "optimizer already has learning rates; leave out lr= and gamma=, or pass them to "
                 "ensemble.parameter_groups(lr=…, gamma=…)."
             )
         trained = set()

@@ -26,9 +26,18 @@ BatchKind = Literal["same", "own", "split"]
 ObjectiveKind = Literal["members", "mean", "moments"]
 Metric = str | Callable[[Tensor, Tensor], Any] | None
 MakeScheduler = Callable[[Optimizer], LRScheduler]
+METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "brier": metrics.brier,
+    "ece": metrics.expected_calibration_error,
+}
+"""Metrics by name that need the outputs of all validation rows together."""
 DIRECTIONS: dict[Any, bool] = {
     "accuracy": True,
     "loss": False,
+    "nll": False,
+    "rmse": False,
+    "brier": False,
+    "ece": False,
     metrics.ensemble_accuracy: True,
     metrics.nll: False,
     metrics.brier: False,
@@ -45,6 +54,7 @@ class Options:
         accumulate: batches per step of the optimizer.
         autocast: dtype of the forward passes; None: that of the parameters.
         batch: which rows members see: "same", "own" or "split" (:class:`Batches`).
+        cache_features: whether to train last layers on features that are computed once.
         chunk: members per backward pass; None: all at once.
         compile: whether to compile the forward pass.
         keep_best: whether to end with the weights of the best epoch.
@@ -57,6 +67,7 @@ class Options:
     accumulate: int = 1
     autocast: torch.dtype | None = None
     batch: BatchKind = "same"
+    cache_features: bool = False
     chunk: int | None = None
     compile: bool = False
     keep_best: bool = True
@@ -94,7 +105,7 @@ def is_larger_better(metric: Metric, maximise: bool | None) -> bool:
         ValueError: if the metric is unknown, or a function without a known direction.
     """
     if isinstance(metric, str):
-        check_choice("metric", metric, ("accuracy", "loss"))
+        check_choice("metric", metric, [name for name in DIRECTIONS if isinstance(name, str)])
     if maximise is not None:
         return maximise
     if metric not in DIRECTIONS:
@@ -148,7 +159,7 @@ class Batches(Callback):
     """Show members different rows.
 
     Args:
-        kind: "own": each member has its own order of the training data, and batches
+        kind: "own": each member has a separate order of the training data, and batches
             ``(member, batch, …)`` (a loader has to yield this shape); "split": row ``i`` of a
             batch goes to member ``i mod M``.
 
@@ -231,13 +242,14 @@ class KeepBest(Callback):
     Without this callback ``fit`` does the same with the default metric.
 
     Args:
-        metric: "accuracy" (of the ensemble), "loss" (mean over members), or a function of
-            ``(outputs, target)`` such as ``embens.metrics.nll``; None: "accuracy" for
-            classification, "loss" otherwise.
+        metric: of the ensemble: "accuracy", "nll", "brier" or "ece" for classification, "rmse" or
+            "nll" (with predicted variances) for regression; "loss" (mean over members); or a
+            function of ``(outputs, target)``. None: "accuracy" for classification, "loss"
+            otherwise.
         maximise: whether larger is better; needed for functions outside ``embens.metrics``.
 
     Example:
-        >>> callbacks = [KeepBest(metrics.nll)]
+        >>> callbacks = [KeepBest("nll")]
     """
 
     changes_training = True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embens.checks import find_gaps
@@ -18,14 +19,18 @@ from embens.optim import (
     check_labels,
     default_criterion,
     gaussian_nll,
+    has_labels,
     ignored_label,
     logits_of,
     member_losses,
     squared_error,
+    total_cross_entropy,
 )
 from embens.training import processes
 from embens.training.batches import AnySource, LoaderSource, Minibatch, map_tensors
+from embens.training.history import Task
 from embens.training.options import BatchKind, Options
+from embens.training.weighting import WeightedTarget, weighted
 from embens.trees import gather
 
 if TYPE_CHECKING:
@@ -37,21 +42,28 @@ DEFAULT_CRITERIA: dict[str, Criterion] = {
     "gaussian_nll": gaussian_nll,
 }
 
+ERRORS = (squared_error, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+ERROR_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+"""Criteria that compare values with their predictions."""
+
 
 class PassResult(NamedTuple):
     """The result of a forward pass.
 
     Attributes:
-        losses: mean losses of the members, ``(member,)``, detached.
+        losses: mean losses of the members, ``(member,)``, detached; None: the cross-entropies of
+            the outputs, which the history computes for many batches at once.
         outputs: outputs of the ensemble, ``(member, batch, …)``, detached.
         target: the target on the device of the ensemble.
         rows: number of rows.
+        task: "regression" or "gaussian" if the metrics of a regression apply, else None.
     """
 
-    losses: Tensor
+    losses: Tensor | None
     outputs: Any
     target: Any
     rows: int
+    task: Task | None = None
 
 
 class Passes:
@@ -93,25 +105,48 @@ class Passes:
             The weighted objective, and the losses and outputs.
         """
         gaps = self.inspect(name, batch.inputs, batch.target) if inspect else ""
-        inputs, target = self.move((batch.inputs, batch.target))
+        inputs, target, sample_weight = self.move((batch.inputs, batch.target, batch.weight))
+        packed = target if sample_weight is None else WeightedTarget(target, sample_weight)
         if self.options.chunk is None:
-            losses, outputs = self._backward(inputs, target, weight)
+            objective, losses, outputs = self._backward(inputs, packed, weight)
         else:
-            losses, outputs = self._backward_in_chunks(inputs, target, weight)
-        objective = losses.sum()
-        refuse_gaps(name, gaps, objective)
+            losses, outputs = self._backward_in_chunks(inputs, packed, weight)
+            objective = losses.sum()
+        if gaps:
+            refuse_gaps(name, gaps, objective)
         if weight != 1:
             objective = weight * objective
-        return objective, PassResult(losses, outputs, target, batch.rows)
+        task = self._regression_task(outputs, target)
+        return objective, PassResult(losses, outputs, target, batch.rows, task)
 
-    def _backward(self, inputs: Any, target: Any, weight: float) -> tuple[Tensor, Any]:
+    def _backward(
+        self, inputs: Any, target: Any, weight: float
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Return the objective, the losses of members (None: not computed) and the outputs."""
         args, kwargs = self.ensemble.bind(inputs)
         with self.autocast():
             outputs = self.forward(*args, batch=self.options.batch, **kwargs)
         outputs = self._prepare(outputs)
-        losses = self._losses(outputs, target, self.options.batch)
-        self._scale(losses.sum(), weight).backward()
-        return losses.detach(), map_tensors(Tensor.detach, outputs)
+        self._settle(outputs, target, self.options.batch)
+        losses = None
+        objective = self._total_cross_entropy(outputs, target)
+        if objective is None:
+            losses = self._losses(outputs, target, self.options.batch)
+            objective = losses.sum()
+            losses = losses.detach()
+        self._scale(objective, weight).backward()
+        return objective.detach(), losses, map_tensors(Tensor.detach, outputs)
+
+    def _total_cross_entropy(self, outputs: Any, target: Any) -> Tensor | None:
+        """Return the sum of the members' cross-entropies, in the case of one fast reduction."""
+        is_plain = self.options.batch == "same" and self.options.of == "members"
+        if not is_plain or self.criterion is not F.cross_entropy:
+            return None
+        if not has_labels(outputs, target) or outputs.dim() != 3:
+            return None
+        objective = total_cross_entropy(outputs, target)
+        # It is not finite if all labels of a batch are ignored.
+        return objective if math.isfinite(objective.item()) else None
 
     def _backward_in_chunks(self, inputs: Any, target: Any, weight: float) -> tuple[Tensor, Any]:
         all_losses, all_outputs = [], []
@@ -137,24 +172,41 @@ class Passes:
     ) -> Iterator[PassResult]:
         """Yield the results of all batches of a data source, without gradients.
 
+        The generator of fresh masks is left as it was, so that validation does not change training.
+
         Args:
             source: the data.
             ensemble: the ensemble of the run, or an average of its weights.
             batch: how to call the ensemble.
         """
+        mask_state = ensemble.generator_state
+        if mask_state is not None:
+            ensemble.generator_state = mask_state.clone()
+        try:
+            yield from self._evaluate(source, ensemble, batch)
+        finally:
+            ensemble.generator_state = mask_state
+
+    def _evaluate(
+        self, source: AnySource, ensemble: EmbeddedEnsemble, batch: BatchKind
+    ) -> Iterator[PassResult]:
         for number, minibatch in enumerate(source.epoch(0), 1):
             name = f"{source.name}: batch {number}"
             gaps = ""
             if source.tensors is None:
                 gaps = self.inspect(name, minibatch.inputs, minibatch.target)
-            inputs, target = self.move((minibatch.inputs, minibatch.target))
+            inputs, target, sample_weight = self.move(
+                (minibatch.inputs, minibatch.target, minibatch.weight)
+            )
             args, kwargs = ensemble.bind(inputs)
             with self.autocast(enabled=ensemble is self.ensemble):
                 outputs = ensemble(*args, batch=batch, **kwargs)
             outputs = self._prepare(outputs)
-            losses = self._losses(outputs, target, batch)
+            packed = target if sample_weight is None else WeightedTarget(target, sample_weight)
+            losses = self._losses(outputs, packed, batch)
             refuse_gaps(name, gaps, losses.sum())
-            yield PassResult(losses, outputs, target, minibatch.rows)
+            task = self._regression_task(outputs, target)
+            yield PassResult(losses, outputs, target, minibatch.rows, task)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager:
         """Return the autocast context of the run."""
@@ -180,15 +232,37 @@ class Passes:
             return outputs
         return map_tensors(_full_precision, outputs)
 
-    def _losses(self, outputs: Any, target: Any, batch: BatchKind) -> Tensor:
+    def _settle(self, outputs: Any, target: Any, batch: BatchKind) -> None:
+        """Choose the criterion and check labels, as soon as there are outputs."""
         if self.criterion is None:
-            self.criterion = default_criterion(outputs, target, batch, self.options.of)
+            plain = target.target if isinstance(target, WeightedTarget) else target
+            self.criterion = default_criterion(outputs, plain, batch, self.options.of)
         if self._unchecked_targets:
             self._check_labels(outputs, batch)
+
+    def _losses(self, outputs: Any, target: Any, batch: BatchKind) -> Tensor:
+        self._settle(outputs, target, batch)
+        criterion = self.criterion
+        assert criterion is not None
+        if isinstance(target, WeightedTarget):
+            criterion = weighted(criterion)
         members = self.ensemble.members if batch == "split" else None
         return member_losses(
-            outputs, target, self.criterion, batch=batch, of=self.options.of, members=members
+            outputs, target, criterion, batch=batch, of=self.options.of, members=members
         )
+
+    def _regression_task(self, outputs: Any, target: Any) -> Task | None:
+        """Return the task if the criterion compares values, and outputs fit the target."""
+        criterion = getattr(self.criterion, "func", self.criterion)
+        are_tensors = isinstance(outputs, Tensor) and isinstance(target, Tensor)
+        if not are_tensors or not target.is_floating_point():
+            return None
+        if criterion is gaussian_nll:
+            return "gaussian" if outputs.shape[-1] == 2 else None
+        is_regression = isinstance(criterion, ERROR_MODULES)
+        is_regression = is_regression or any(criterion is error for error in ERRORS)
+        has_values = target.numel() * self.ensemble.members == outputs.numel()
+        return "regression" if is_regression and has_values else None
 
     def _check_labels(self, outputs: Any, batch: str) -> None:
         """Check the labels of new data, now that the number of classes is known."""
@@ -255,6 +329,7 @@ def _check_finite(run: Run, source: AnySource, batch: BatchKind) -> None:
     criterion = run.passes.criterion
     with evaluating(run.ensemble), processes.seeded(run.seed):
         for result in run.passes.evaluate(source, run.ensemble, batch):
+            assert result.losses is not None
             loss = result.losses.sum()
             processes.sum_(source.world, [loss])
             refuse_gaps(source.name, gaps, loss)
@@ -277,20 +352,18 @@ def _check_last_batch(run: Run) -> None:
     args, kwargs = run.ensemble.bind(run.passes.move(last.inputs))
     run.ensemble.train()
     try:
-        with explain_batch_norm(name), processes.seeded(run.seed), run.passes.autocast():
+        with processes.seeded(run.seed), run.passes.autocast():
             run.ensemble(*args, batch=run.options.batch, **kwargs)
+    except ValueError as error:
+        explain_batch_norm(error, name)
+        raise
     finally:
         run.ensemble.load_state_dict(weights)
 
 
-@contextmanager
-def explain_batch_norm(name: str) -> Iterator[None]:
-    """Add the fix to the error that BatchNorm raises for a single row."""
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
+def explain_batch_norm(error: ValueError, name: str) -> None:
+    """Raise an error with the fix, if BatchNorm has refused a single row."""
+    if "more than 1 value per channel" in str(error):
         raise ValueError(
             f"{name}, and BatchNorm needs at least two rows of each member in training. Choose "
             "another batch_size, or pass a DataLoader with drop_last=True."

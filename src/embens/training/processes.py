@@ -1,7 +1,7 @@
 """Processes of a run and their random generators.
 
 Under ``torchrun`` every process has the same weights and a part of each batch. Gradients are
-averaged over processes, weighted by their numbers of rows. The result equals that of one process
+averaged over processes, weighted by their rows. The result equals that of one process
 with the joint batch, up to rounding, if rows do not influence one another (as in BatchNorm) and the
 criterion is a mean over rows (not a mean over class weights).
 
@@ -102,7 +102,7 @@ def average_(
 
 
 def get_states() -> dict[str, Any]:
-    """Return the states of all global generators as tensors, numbers and lists."""
+    """Return the states of all global generators as tensors, integers and lists."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {"torch": torch.get_rng_state()}
     states["python"] = [version, list(words), gauss]
@@ -150,10 +150,10 @@ def seeded(seed: int) -> Iterator[None]:
         set_states(before)
 
 
-def combine(seed: int, *numbers: int) -> int:
-    """Hash a seed and further numbers to one seed below 2⁶³ (splitmix64)."""
+def combine(seed: int, *integers: int) -> int:
+    """Hash a seed and further integers to one seed below 2⁶³ (splitmix64)."""
     value = 0x9E3779B97F4A7C15
-    words = (seed & 0xFFFFFFFF, seed >> 32 & 0x7FFFFFFF, *numbers)
+    words = (seed & 0xFFFFFFFF, seed >> 32 & 0x7FFFFFFF, *integers)
     for word in words:
         value = (value + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.training import processes
@@ -144,7 +145,7 @@ class Run:
             self.stopped = reason
 
     def agree(self, value: float) -> float:
-        """Return a number of the first process, so that all processes decide alike."""
+        """Return the value of the first process, so that all processes decide the same."""
         if self.world.size == 1:
             return float(value)
         number = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
@@ -219,15 +220,20 @@ class Run:
 
     # For checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state between two steps; to be called in all processes."""
+    def state_dict(self, *, with_callbacks: bool = True) -> dict[str, Any]:
+        """Return the state between two steps; to be called in all processes.
+
+        Args:
+            with_callbacks: whether to include the states of callbacks, which may not have one
+                before the first step.
+        """
         self.tally.flush()
         sums = {name: value.clone() for name, value in self.tally.sums.items()}
         processes.sum_(self.world, sums.values())
         # At the start of an epoch the good weights are those of the ensemble.
         between_epochs = self.step == 0
         callback_states = []
-        for callback in self.callbacks:
+        for callback in self.callbacks if with_callbacks else ():
             state = callback.state_dict()
             if state:
                 callback_states.append([type(callback).__name__, state])
@@ -236,6 +242,7 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.passes.scaler.state_dict(),
+            "epochs": self.epochs,
             "epoch": self.epoch,
             "step": self.step,
             "steps": self.steps,
@@ -273,6 +280,7 @@ class Run:
         self.best_weights = state["best_weights"]
         self.good_weights = state["good_weights"] or copy_weights(self.ensemble)
         self.stopped = state["stopped"]
+        self._continue_schedule(state["epochs"])
         if self.world.rank == 0:  # sums over processes: one process has them, the others zeros
             for name, value in state["tally"].items():
                 self.tally.sums[name].copy_(value)
@@ -281,6 +289,22 @@ class Run:
             generator.set_state(value)
         self.passes.restore_criterion(state["criterion"])
         self._load_callbacks(state["callbacks"])
+
+    def _continue_schedule(self, epochs: int) -> None:
+        """Continue a run that had another number of epochs.
+
+        Args:
+            epochs: of the run that was saved.
+        """
+        if epochs == self.epochs:
+            return
+        if self.stopped == "epochs" and self.epoch < self.epochs:
+            self.stopped = None
+        if isinstance(self.scheduler, LambdaLR):
+            # The rates of the optimizer are those of the old schedule.
+            rates = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+            for group, (rate, factor) in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor(self.scheduler.last_epoch)
 
     def _load_callbacks(self, states: list[Any]) -> None:
         """Give each callback the first unused state of its class."""

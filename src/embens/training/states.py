@@ -1,0 +1,227 @@
+"""Checks of the state that a checkpoint holds, before any of it is used.
+
+A checkpoint may be damaged or forged. Its state is compared with that of the run at its start: the
+same names, types and shapes. Counters that grow during a run have to lie in their range.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from embens.fields import Fields, is_finite, is_whole, refusal
+from embens.training.passes import DEFAULT_CRITERIA
+
+if TYPE_CHECKING:
+    from embens.training.run import Run
+
+
+def check_state(run: Run, template: dict[str, Any], state: Any, place: str) -> None:
+    """Raise unless a state can be restored in a run.
+
+    Args:
+        run: the run at its start.
+        template: its ``state_dict``.
+        state: the state of the file.
+        place: name of the file and of the field, for error messages.
+
+    Raises:
+        embens.files.Refused: if a field is missing, unknown, of another type or shape, or out of
+            range.
+    """
+    fields = Fields(state, place, template)
+    _check_progress(run, fields)
+    for name in ("scaler", "tally", "generators"):
+        check_like(fields.get(name), template[name], f"{place}.{name}")
+    _check_weights(run, template["ensemble"], fields, "ensemble")
+    for name in ("best_weights", "good_weights"):
+        if fields.get(name) is not None:
+            _check_weights(run, template["ensemble"], fields, name)
+    _check_optimizer(run, template["optimizer"], fields.fields("optimizer"))
+    _check_scheduler(run.scheduler, template["scheduler"], fields.fields("scheduler"))
+    _check_random(fields.fields("random", ["torch", "python"], ["cuda", "numpy"]))
+    _check_callbacks(run, fields)
+
+
+def check_like(value: Any, template: Any, place: str) -> None:
+    """Raise unless a value has the types, names, lengths and shapes of a template.
+
+    Args:
+        value: read from a file.
+        template: what it is compared with. Its values may differ.
+        place: name of the file and of the field, for error messages.
+
+    Example:
+        >>> check_like({"lr": "fast"}, {"lr": 0.1}, "x.safetensors: state")
+        Traceback (most recent call last):
+        embens.files.Refused: x.safetensors: state.lr must be a finite number, got 'fast'...
+    """
+    if isinstance(template, Tensor):
+        expected = f"a tensor of {template.dtype} and shape {tuple(template.shape)}"
+        is_tensor = isinstance(value, Tensor) and value.dtype == template.dtype
+        if not is_tensor or value.shape != template.shape:
+            raise refusal(place, expected, value)
+    elif isinstance(template, Mapping):
+        fields = Fields(value, place)
+        if fields.values.keys() != template.keys():
+            raise refusal(place, f"a dictionary with the names {list(template)}", list(value))
+        for name, part in template.items():
+            check_like(value[name], part, f"{place}.{name}")
+    elif isinstance(template, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(template):
+            raise refusal(place, f"a list of {len(template)} values", value)
+        for index, part in enumerate(template):
+            check_like(value[index], part, f"{place}[{index}]")
+    elif isinstance(template, bool) or template is None or isinstance(template, str):
+        if type(value) is not type(template):
+            raise refusal(place, f"a value of type {type(template).__name__}", value)
+    elif isinstance(template, int):
+        if not is_whole(value):
+            raise refusal(place, "an integer", value)
+    elif not is_finite(value) and value != template:  # a limit may be infinite
+        raise refusal(place, "a finite number", value)
+
+
+def _check_progress(run: Run, fields: Fields) -> None:
+    """Check the counters and the records of the epochs."""
+    # A run may be extended, so these are the epochs of the saved run, not of this one.
+    epoch = fields.whole("epoch", least=0, most=fields.whole("epochs", least=0))
+    steps_in_epoch = run.steps_per_epoch or sys.maxsize  # 0 if the length of a loader is unknown
+    fields.whole("step", least=0, most=steps_in_epoch)
+    fields.whole("steps", least=0)
+    fields.number("seconds", low=0)
+    if fields.get("best_epoch") is not None:
+        fields.whole("best_epoch", least=1, most=max(epoch, 1))
+    if not _is_number(fields.get("best_value")):
+        raise fields.fail("best_value", "a number")
+    if fields.get("stopped") is not None:
+        fields.text("stopped")
+    if fields.get("criterion") is not None:
+        fields.text("criterion", DEFAULT_CRITERIA)
+    norms = fields.get("gradient_norms")
+    if norms is not None and not (_are_numbers(norms) and len(norms) == 2):
+        raise fields.fail("gradient_norms", "two values")
+    records = fields.items("records")
+    if len(records) != epoch:
+        raise fields.fail("records", f"a list of {epoch} epochs")
+    for index, values in enumerate(records):
+        record = Fields(values, f"{fields.place}.records[{index}]")
+        record.whole("epoch", least=index + 1, most=index + 1)
+        for name, value in record.values.items():
+            if not isinstance(name, str) or not (_is_number(value) or _are_numbers(value)):
+                raise record.fail(name, "a number, or a list of them")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, which may be NaN or infinite."""
+    return isinstance(value, float) or is_whole(value)
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(_is_number(value) for value in values)
+
+
+def _check_weights(run: Run, template: dict[str, Tensor], fields: Fields, name: str) -> None:
+    """Check the tensors of an ensemble; parameters of a checkpoint are always finite."""
+    weights = fields.get(name)
+    place = f"{fields.place}.{name}"
+    check_like(weights, template, place)
+    for key, tensor in run.ensemble.state_dict(keep_vars=True).items():
+        if isinstance(tensor, nn.Parameter) and not bool(weights[key].isfinite().all()):
+            raise refusal(f"{place}.{key}", "a tensor of finite values", weights[key])
+
+
+def _check_optimizer(run: Run, template: dict[str, Any], fields: Fields) -> None:
+    """Check the groups of an optimizer, and the state of each parameter."""
+    check_like(fields.get("param_groups"), template["param_groups"], f"{fields.place}.param_groups")
+    if list(fields.values) != list(template):
+        raise refusal(fields.place, f"a dictionary with {list(template)}", list(fields.values))
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    states = fields.fields("state")
+    is_stock = type(run.optimizer).__module__.startswith("torch.optim")
+    first: dict[str, Any] = {}  # the first state: stock optimizers have the same for all
+    for index, values in states.values.items():
+        if not is_whole(index) or not 0 <= index < len(parameters):
+            raise refusal(f"{states.place}: the index of a parameter", "known", index)
+        state = Fields(values, f"{states.place}.{index}")
+        if not is_stock:
+            continue
+        first = first or state.values
+        if state.values.keys() != first.keys():
+            raise refusal(state.place, f"a dictionary with {list(first)}", list(state.values))
+        for name, value in state.values.items():
+            if isinstance(value, Tensor) and not _fits(value, parameters[index]):
+                shape = tuple(parameters[index].shape)
+                raise state.fail(name, f"one number, or a tensor of shape {shape}")
+            if type(value) is not type(first[name]) or isinstance(value, (bool, str)):
+                raise state.fail(name, f"like that of the first parameter, {type(first[name])}")
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    """Return whether a tensor is one number or has the sizes of a parameter, or 1, on each axis."""
+    if value.numel() == 1:
+        return True
+    if value.dim() != parameter.dim():
+        return False
+    sizes = zip(value.shape, parameter.shape, strict=True)
+    return all(size in (1, expected) for size, expected in sizes)
+
+
+def _check_scheduler(scheduler: Any, template: dict[str, Any], fields: Fields) -> None:
+    """Check the attributes of a scheduler; they must not hide its methods."""
+    for name, value in fields.values.items():
+        if not isinstance(name, str) or (name not in template and hasattr(type(scheduler), name)):
+            raise refusal(fields.place, "the attributes of a scheduler", name)
+        number: Any = template.get(name)
+        if is_whole(number) and not is_whole(value):
+            raise fields.fail(name, "an integer")
+        if isinstance(number, float) and not _is_number(value):
+            raise fields.fail(name, "a number")
+        if not isinstance(number, (list, tuple)) or not _are_numbers(number):
+            continue
+        if not _are_numbers(value) or len(value) != len(number):
+            raise fields.fail(name, f"a list of {len(number)} values")
+    for name in template:
+        if name not in fields.values:
+            raise fields.fail(name, "an attribute of the scheduler")
+
+
+def _check_random(fields: Fields) -> None:
+    """Check the states of the global generators by restoring them in new generators."""
+    try:
+        torch.Generator().set_state(fields.get("torch"))
+    except (TypeError, RuntimeError):
+        raise fields.fail("torch", "the state of a generator") from None
+    try:
+        version, words, gauss = fields.items("python")
+        random.Random().setstate((version, tuple(words), gauss))
+    except (TypeError, ValueError, IndexError, OverflowError):
+        raise fields.fail("python", "the state of a generator") from None
+    numpy = sys.modules.get("numpy")
+    if fields.get("numpy") is None or numpy is None:
+        return
+    try:
+        numpy.random.RandomState().set_state(tuple(fields.items("numpy")))
+    except (TypeError, ValueError, IndexError, OverflowError):
+        raise fields.fail("numpy", "the state of a generator") from None
+
+
+def _check_callbacks(run: Run, fields: Fields) -> None:
+    """Check that the states of callbacks are pairs of a name and a dictionary."""
+    library_states = {}
+    for callback in run.callbacks:
+        if type(callback).__module__.startswith("embens."):
+            library_states[type(callback).__name__] = callback.state_dict()
+    for index, pair in enumerate(fields.items("callbacks")):
+        place = f"{fields.place}.callbacks[{index}]"
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise refusal(place, "a pair of a name and a dictionary", pair)
+        name, state = pair
+        Fields(state, place)
+        if name in library_states:
+            check_like(state, library_states[name], f"{place}[1]")

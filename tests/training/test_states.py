@@ -1,0 +1,135 @@
+"""States of checkpoints: each field is checked before any of it is used."""
+
+import copy
+import functools
+from functools import partial
+
+import pytest
+import torch
+from torch import optim
+from training import problem
+
+from embens.fields import FIX
+from embens.files import Refused
+from embens.training import Autocast, Callback, WeightAveraging, fit
+from embens.training.states import check_like, check_state
+
+PLACE = "step-0000000003.safetensors: state"
+
+
+class Watch(Callback):
+    """Keep the run with its state at the start, and the state after three steps."""
+
+    def on_start(self, run):
+        self.run = run
+        self.template = copy.deepcopy(run.state_dict())
+
+    def on_step(self, run):
+        if run.steps == 3:
+            self.state = copy.deepcopy(run.state_dict())
+
+
+@functools.cache
+def watched():
+    watch = Watch()
+    options = {"epochs": 2, "batch_size": 30, "optimizer": optim.Adam}
+    scheduler = partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 2])
+    callbacks = [WeightAveraging(1.0), Autocast(torch.bfloat16), watch]
+    fit(problem.ensemble(), problem.data(), **options, scheduler=scheduler, callbacks=callbacks)
+    return watch
+
+
+def check(state):
+    check_state(watched().run, watched().template, state, PLACE)
+
+
+def edited(path, value):
+    state = copy.deepcopy(watched().state)
+    inner = state
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return state
+
+
+def test_the_state_of_a_run_is_accepted():
+    check(watched().state)
+    check(watched().template)
+
+
+WEIGHT = "reference.0.weight"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("epoch",), True, "epoch must be an integer from 0 to 2, got True"),
+        (("epoch",), 3, "epoch must be an integer from 0 to 2, got 3"),
+        (("epochs",), 0.5, "epochs must be an integer of at least 0, got 0.5"),
+        (("step",), -1, "step must be an integer from 0 to 2"),
+        (("steps",), 1.0, "steps must be an integer of at least 0"),
+        (("seconds",), float("nan"), "seconds must be a finite number"),
+        (("best_epoch",), 5, "best_epoch must be an integer from 1 to 1"),
+        (("best_value",), "good", "best_value must be a number"),
+        (("stopped",), 3, "stopped must be a text"),
+        (("criterion",), "os.system", "criterion must be one of"),
+        (("gradient_norms",), (1.0,), "gradient_norms must be two values"),
+        (("records",), [], "records must be a list of 1 epochs"),
+        (("records", 0), 3, r"records\[0\] must be a dictionary"),
+        (("records", 0, "epoch"), 7, r"records\[0\]\.epoch must be an integer from 1 to 1"),
+        (("records", 0, "loss"), "low", r"records\[0\]\.loss must be a number"),
+        (("ensemble",), {}, "ensemble must be a dictionary with the names"),
+        (("ensemble", WEIGHT), torch.zeros(2), r"weight must be a tensor of torch.float32 and"),
+        (("ensemble", WEIGHT), torch.zeros(16, 4).double(), r"weight must be a tensor of torch.fl"),
+        (("ensemble", WEIGHT), torch.full((16, 4), torch.nan), "weight must be a tensor of finite"),
+        (("good_weights", WEIGHT), 3, "good_weights.reference.0.weight must be a tensor"),
+        (("best_weights",), {}, "best_weights must be a dictionary"),
+        (("optimizer",), None, "optimizer must be a dictionary"),
+        (("optimizer", "param_groups"), [], "param_groups must be a list of 2 values"),
+        (("optimizer", "param_groups", 0, "lr"), float("nan"), "lr must be a finite number"),
+        (("optimizer", "param_groups", 0, "lr"), "fast", "lr must be a finite number, got 'fast'"),
+        (("optimizer", "state", 99), {}, "index of a parameter must be known, got 99"),
+        (("optimizer", "state", 0), 3, "state.0 must be a dictionary"),
+        (("optimizer", "state", 0, "exp_avg"), torch.zeros(3), "exp_avg must be one number, or"),
+        (("optimizer", "surprise"), 1, "optimizer must be a dictionary with"),
+        (("scheduler", "last_epoch"), 0.5, "last_epoch must be an integer"),
+        (("scheduler", "step"), "text", "scheduler must be the attributes of a scheduler"),
+        (("scheduler", "base_lrs"), [0.1], "base_lrs must be a list of 2 values"),
+        (("scheduler",), {}, "must be an attribute of the scheduler"),
+        (("scaler",), {"scale": 2.0}, "scaler must be a dictionary with the names"),
+        (("tally", "loss"), torch.zeros(7).double(), r"tally.loss must be a tensor"),
+        (("random", "torch"), torch.zeros(9, dtype=torch.uint8), "random.torch must be the state"),
+        (("random", "torch"), "seed", "random.torch must be the state of a generator"),
+        (("random", "python"), [3, [1, 2], None], "random.python must be the state"),
+        (("random", "python"), [3, [-1] * 625, None], "random.python must be the state"),
+        (("random", "numpy"), ["MT19937", [1], 0, 0, 0.0], "random.numpy must be the state"),
+        (("random", "os"), 1, "random has an unknown field 'os'"),
+        (("generators",), [1, 2, 3], "generators must be a list of"),
+        (("callbacks",), [["WeightAveraging"]], r"callbacks\[0\] must be a pair"),
+        (("callbacks",), [["WeightAveraging", {}]], r"callbacks\[0\]\[1\] must be a dictionary"),
+        (("surprise",), 1, "has an unknown field 'surprise'"),
+    ],
+)
+def test_a_wrong_field_is_an_error_with_its_name_its_value_and_the_fix(path, value, message):
+    with pytest.raises(Refused, match=message) as caught:
+        check(edited(path, value))
+    assert str(caught.value).startswith(PLACE)
+    assert str(caught.value).endswith(FIX)
+
+
+@pytest.mark.parametrize("name", ["epoch", "ensemble", "optimizer", "random", "callbacks"])
+def test_a_missing_field_is_an_error(name):
+    state = dict(watched().state)
+    del state[name]
+    with pytest.raises(Refused, match=f"has no field '{name}'"):
+        check(state)
+
+
+@pytest.mark.parametrize(
+    ("value", "template"),
+    [(1, True), (True, 1), ("1", 1), (None, "a"), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (0, None)],
+)
+def test_values_of_another_kind_are_not_alike(value, template):
+    check_like(template, template, "x")
+    with pytest.raises(Refused, match=r"^x"):
+        check_like(value, template, "x")
