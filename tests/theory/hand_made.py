@@ -1,4 +1,4 @@
-"""Kernels of members made by hand, and the slow truth about their training."""
+"""Random kernels of members, and their training by one dense matrix of all members."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ def gram(generator: torch.Generator, n: int, rank: int | None = None) -> Tensor:
 def random_kernels(
     seed: int = 0, n: int = TRAIN + TEST, *, coupling: float = 1.0, individual: float = 0.5
 ) -> Kernels:
-    """Return kernels whose parts have what members share, and what each has for itself."""
+    """Return random kernels: a part that members share, and a part within each member."""
     generator = torch.Generator().manual_seed(seed)
 
     def kernel() -> MemberKernel:
         cross = coupling * gram(generator, n)
         return MemberKernel(same=cross + gram(generator, n), cross=cross)
 
-    own = individual * gram(generator, n)
-    return Kernels(kernel(), kernel(), MemberKernel(own, torch.zeros_like(own)))
+    within = individual * gram(generator, n)
+    return Kernels(kernel(), kernel(), MemberKernel(within, torch.zeros_like(within)))
 
 
 def split(kernels: Kernels, train: int = TRAIN) -> tuple[Kernels, Kernels, Kernels]:
     """Return train with train, test with train, test with test."""
-    first, rest = slice(None, train), slice(train, None)
-    return kernels[first, first], kernels[rest, first], kernels[rest, rest]
+    first = slice(None, train)
+    last = slice(train, None)
+    return kernels[first, first], kernels[last, first], kernels[last, last]
 
 
 def flatten(blocks: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def flatten(blocks: Tensor) -> Tensor:
 
 
 class Dense:
-    """All members' outputs by one matrix for all of them."""
+    """Outputs of all members, computed with the dense matrix of all members."""
 
     def __init__(
         self, parts: tuple[Kernels, Kernels, Kernels], members: int, gamma: float, **rates
@@ -55,7 +56,7 @@ class Dense:
         self.samples = len(train.nngp.same)
 
     def response(self, t: float) -> Tensor:
-        """Return A(t), from the integral of the matrix exponential in a block of its own."""
+        """Return A(t), from the integral of the matrix exponential, by a block matrix."""
         n = len(self.train)
         block = torch.zeros(2 * n, 2 * n, dtype=torch.float64)
         block[:n, :n] = -self.train / self.samples

@@ -1,7 +1,14 @@
-"""Activations, laws, and their expectations by plain integration: the slow truth."""
+"""Activations and laws with their expectations by plain integration, slow and independent.
+
+``CASES`` is the list of the contract in ``test_expectations.py``.
+"""
 
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +17,7 @@ from torch import nn
 from embens import networks
 from embens.laws import Bernoulli, Constant, Discrete, Normal, Rademacher, Shifted, Ternary
 from embens.theory.activations import dual
+from embens.theory.closed_forms import FixedModulation
 
 PI = math.pi
 
@@ -122,12 +130,16 @@ def tensors(*geometries):
 def all_five(module, law, *geometries):
     """Return F, G, H within a member and F, G between members, ``(geometry, 5)``."""
     (q1, q2), c = tensors(*geometries)
-    of = dual(module)
-    return torch.stack([*of.same(q1, q2, c, law), *of.cross(q1, q2, c, law)], dim=1)
+    return all_five_of(dual(module), law, q1, q2, c)
+
+
+def all_five_of(of, law, q1, q2, c):
+    """Return the same for a dual and tensors of variances and covariances, on a new last axis."""
+    return torch.stack([*of.same(q1, q2, c, law), *of.cross(q1, q2, c, law)], dim=-1)
 
 
 def nodes_of(law, step):
-    """Return values of v and their weights: atoms, or a trapezoid rule of our own."""
+    """Return values of v and their weights: atoms, or a trapezoidal rule."""
     if law is None:
         return number([1.0]), number([1.0])
     if isinstance(law, Discrete):
@@ -137,7 +149,7 @@ def nodes_of(law, step):
 
 
 def by_grid(functions, law, q1, q2, rho, step):
-    """Return all five by a trapezoid rule in two normal variables and in v."""
+    """Return all five by the trapezoidal rule in two normal variables and in v."""
     phi, slope = functions
     v, weights = nodes_of(law, step)
     line = torch.arange(-8.5, 8.5 + step / 2, step, dtype=torch.float64)
@@ -159,6 +171,27 @@ def by_grid(functions, law, q1, q2, rho, step):
         average = [a + weight * part for a, part in zip(average, parts, strict=True)]
     f, g = average[0] * average[1], average[2] * average[3]
     return torch.stack([*same, (joint * f).sum(), (joint * g).sum()])
+
+
+def on_a_line(function, slope, law, q1, q2, sign, step):
+    """Return all five for z2 = ± sqrt(q2 / q1) z1 and a normal law, on a fine grid."""
+    line = torch.arange(-10, 10 + step / 2, step, dtype=torch.float64)
+    weights = step * bell(line)
+    v = probability = number([1.0])
+    if law is not None:
+        v = law.mean + law.std * line
+        probability = weights
+    z1 = math.sqrt(q1) * line
+    z2 = sign * math.sqrt(q2) * line
+    values = [function(v[:, None] * z) for z in (z1, z2)]
+    slopes = [slope(v[:, None] * z) for z in (z1, z2)]
+    modulated = [v[:, None] * x for x in slopes]
+    f = probability @ (values[0] * values[1]) @ weights
+    g = probability @ (modulated[0] * modulated[1]) @ weights
+    h = probability @ (slopes[0] * slopes[1]) @ (weights * z1 * z2)
+    cross_f = (probability @ values[0]) * (probability @ values[1]) @ weights
+    cross_g = (probability @ modulated[0]) * (probability @ modulated[1]) @ weights
+    return torch.stack([f, g, h, cross_f, cross_g])
 
 
 def by_angle(slopes, law, q1, q2, rho):
@@ -236,3 +269,50 @@ def two_steps(k):
         return sum(k * sigmoid(k * y) * sigmoid(-k * y) for y in (x - 1, x + 2))
 
     return lambda x: sigmoid(k * (x - 1)) + sigmoid(k * (x + 2)), slope
+
+
+@dataclass(frozen=True)
+class Case:
+    """An activation and a law, with the integral and the tolerance for their expectations."""
+
+    module: nn.Module
+    law: Any
+    geometries: list
+    integrate: Callable = field(repr=False)  # (law, q1, q2, ρ) → all five
+    tolerance: tuple[float, float]  # relative, absolute
+
+    def __str__(self):
+        return f"{name(self.module)}-{name(self.law)}-{len(self.geometries)}"
+
+
+def grid_case(module, law, geometries, step, tolerance):
+    integrate = partial(by_grid, functions_of(module), step=step)
+    return Case(module, law, geometries, integrate, tolerance)
+
+
+def make_cases():
+    """Return cases for closed forms and for quadrature, with discrete and with normal laws."""
+    cases = []
+    for module, slopes in PIECEWISE.items():
+        for law in LAWS:
+            integrate = partial(by_angle, slopes)
+            cases.append(Case(module, law, GEOMETRIES[:6], integrate, (1e-12, 1e-14)))
+    for module in SMOOTH:
+        has_closed_form = isinstance(dual(module), FixedModulation)
+        for law in FEW:
+            if has_closed_form:
+                cases.append(grid_case(module, law, GEOMETRIES, 0.12, (1e-11, 1e-12)))
+            else:
+                cases.append(grid_case(module, law, GEOMETRIES, 0.1, (1e-8, 1e-8)))
+    # With a normal law, the grid is fine enough for collinear inputs, and coarse in the plane.
+    normal = [(module, Shifted(0.7)) for module in list(SMOOTH)[::3]]
+    normal.append((list(SMOOTH)[4], Normal()))
+    for module, law in normal:
+        cases.append(grid_case(module, law, GEOMETRIES[2:5], 0.04, (1e-8, 1e-8)))
+        cases.append(grid_case(module, law, GEOMETRIES[:1], 0.18, (1e-4, 1e-4)))
+    for module in (nn.Tanh(), nn.SiLU()):
+        cases.append(grid_case(module, Normal(0.5, 0.5), GEOMETRIES[:1], 0.09, (1e-8, 1e-8)))
+    return cases
+
+
+CASES = make_cases()

@@ -1,4 +1,4 @@
-"""Kernels of finite networks by the plainest road: one gradient for each member and input."""
+"""Kernels of finite networks from one gradient for each member and input."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ def measured_kernels(ensemble: nn.Module, x: Tensor) -> dict[str, Tensor]:
     shared, individual = _parameters(ensemble)
     rows: dict[str, list[Tensor]] = {"shared": [], "individual": []}
     for output in outputs.flatten():
-        wanted = [p for p, _ in shared] + individual
-        gradients = torch.autograd.grad(output, wanted, retain_graph=True, allow_unused=True)
-        filled = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(wanted, gradients, strict=True)
-        ]
+        parameters = [p for p, _ in shared] + individual
+        filled = torch.autograd.grad(output, parameters, retain_graph=True, materialize_grads=True)
         scaled = [g * s for g, (_, s) in zip(filled, shared, strict=False)]
         rows["shared"].append(torch.cat([g.flatten() for g in scaled] + [torch.zeros(1)]))
-        own = filled[len(shared) :]
-        rows["individual"].append(torch.cat([g.flatten() for g in own] + [torch.zeros(1)]))
+        unscaled = filled[len(shared) :]
+        rows["individual"].append(torch.cat([g.flatten() for g in unscaled] + [torch.zeros(1)]))
     members, n = outputs.shape
     result = {"nngp": torch.einsum("ai,bj->abij", outputs, outputs).detach()}
     for name, gradients in rows.items():
@@ -35,12 +32,12 @@ def measured_kernels(ensemble: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def _parameters(ensemble: nn.Module) -> tuple[list[tuple[Tensor, float]], list[Tensor]]:
     shared, individual = [], []
-    own = {id(p) for p in getattr(ensemble, "individual_parameters", tuple)()}
+    individual_ids = {id(p) for p in getattr(ensemble, "individual_parameters", tuple)()}
     for module in ensemble.modules():
         for parameter in module.parameters(recurse=False):
             if not parameter.requires_grad:
                 continue
-            if id(parameter) in own:
+            if id(parameter) in individual_ids:
                 individual.append(parameter)
             else:
                 standard = getattr(module, "parametrization", "standard") != "ntk"
@@ -52,17 +49,17 @@ def _parameters(ensemble: nn.Module) -> tuple[list[tuple[Tensor, float]], list[T
 def average(draw, x: Tensor, seeds: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Return means and standard errors over networks ``draw(generator)``.
 
-    Members are exchangeable: blocks within and between them are averaged before.
+    Members are exchangeable, so blocks within and between members are averaged first.
     """
     samples: dict[str, list[Tensor]] = {}
     for seed in range(seeds):
         kernels = measured_kernels(draw(torch.Generator().manual_seed(seed)), x)
         for name, blocks in kernels.items():
             members = len(blocks)
-            own = torch.eye(members, dtype=torch.bool)
-            samples.setdefault(f"{name}.same", []).append(blocks[own].mean(0))
+            diagonal = torch.eye(members, dtype=torch.bool)
+            samples.setdefault(f"{name}.same", []).append(blocks[diagonal].mean(0))
             if members > 1:
-                samples.setdefault(f"{name}.cross", []).append(blocks[~own].mean(0))
+                samples.setdefault(f"{name}.cross", []).append(blocks[~diagonal].mean(0))
     return {
         name: (torch.stack(v).mean(0), torch.stack(v).std(0) / len(v) ** 0.5)
         for name, v in samples.items()

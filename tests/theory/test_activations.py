@@ -1,4 +1,4 @@
-"""Which dual belongs to which module."""
+"""Duals of activation modules, and their registration."""
 
 import copy
 
@@ -28,10 +28,10 @@ class TestRegister:
         module = Steep(2.0)
         before = copy.deepcopy(module.state_dict())
         q = number([0.7])
-        found = dual(module).same(q, q, q / 3, None)
+        computed = dual(module).same(q, q, q / 3, None)
         expected = dual(nn.Tanh()).same(4 * q, 4 * q, 4 * q / 3, None)
         factors = (1, 4, 1)  # φ(2z) has variances 4q; G is by c, H has z and not 2z
-        for x, y, factor in zip(found, expected, factors, strict=True):
+        for x, y, factor in zip(computed, expected, factors, strict=True):
             torch.testing.assert_close(x, factor * y, rtol=1e-10, atol=1e-11)
         assert module.state_dict() == before
         assert module.slope.dtype == torch.float32
@@ -54,8 +54,8 @@ class TestRegister:
             pass
 
         q = number([0.7])
-        found, expected = (dual(m).same(q, q, q / 3, None)[0] for m in (Mine(), nn.Tanh()))
-        assert torch.equal(found, expected)
+        computed, expected = (dual(m).same(q, q, q / 3, None)[0] for m in (Mine(), nn.Tanh()))
+        assert torch.equal(computed, expected)
 
     def test_respects_the_settings_of_an_instance(self):
         q = number([0.7])

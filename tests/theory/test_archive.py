@@ -1,4 +1,4 @@
-"""Kernels in files: what is written is read, or refused; interrupted work goes on."""
+"""Kernels in files: round trips, damaged files, and interrupted computations."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_a_part_of_other_kernels_is_not_mixed_in(tmp_path, monkeypatch):
 def test_kernels_of_members_that_differ_come_back(tmp_path):
     some = embens.embed(networks.mlp(5, 4, 1), 2, sites="all", trainable=False)
     theory.write_kernels(tmp_path / "k.npz", some, inputs(7), block=3)
-    found = theory.load_kernels(tmp_path / "k.npz")
-    assert found.conditional
-    assert_same(found, theory.kernels(some, inputs(7)))
+    loaded = theory.load_kernels(tmp_path / "k.npz")
+    assert loaded.conditional
+    assert_same(loaded, theory.kernels(some, inputs(7)))
 
 
 def test_a_flipped_bit_anywhere_is_refused(tmp_path):
@@ -93,10 +93,10 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path):
         changed[place] ^= 1 << place % 8
         path.write_bytes(changed)
         try:
-            found = theory.load_kernels(path)
+            loaded = theory.load_kernels(path)
         except Refused:
             continue
-        assert all(map(torch.equal, found.blocks, reference.blocks))  # a date, say
+        assert all(map(torch.equal, loaded.blocks, reference.blocks))  # a date, say
 
 
 def test_arrays_that_do_not_belong_together_and_other_files_are_refused(tmp_path):

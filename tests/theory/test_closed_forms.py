@@ -1,66 +1,20 @@
-"""Activations with closed forms: half-lines, erf, sine, cosine, GELU."""
+"""Activations with closed forms: large variances, and exactness for ReLU.
+
+``test_expectations.py`` has the contract that they share with all other duals.
+"""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from theory.integrals import (
-    FEW,
-    GEOMETRIES,
-    LAWS,
-    PI,
-    PIECEWISE,
-    SMOOTH,
-    all_five,
-    by_angle,
-    by_grid,
-    name,
-    number,
-)
+from theory.integrals import LAWS, PI, all_five_of, number, on_a_line
 from torch import nn
 
 from embens.laws import Law, Normal, Shifted
 from embens.networks import Cos, Erf, Sin
 from embens.theory.activations import dual
 from embens.theory.closed_forms import Wave
-
-
-class TestClosedForms:
-    @pytest.mark.parametrize("law", LAWS, ids=name)
-    @pytest.mark.parametrize("module", PIECEWISE, ids=name)
-    def test_of_half_lines_equal_polar_integrals(self, module, law):
-        expected = torch.stack([by_angle(PIECEWISE[module], law, *g) for g in GEOMETRIES[:6]])
-        found = all_five(module, law, *GEOMETRIES[:6])
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-
-    @pytest.mark.parametrize("law", FEW, ids=name)
-    @pytest.mark.parametrize("module", list(SMOOTH)[:4], ids=name)
-    def test_of_smooth_activations_equal_integrals(self, module, law):
-        expected = torch.stack([by_grid(SMOOTH[module], law, *g, 0.12) for g in GEOMETRIES])
-        found = all_five(module, law, *GEOMETRIES)
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-
-
-def on_a_line(function, slope, law, q1, q2, sign, step):
-    """Return F, G, H and F, G between members for z2 = ± sqrt(q2 / q1) z1, on a fine grid."""
-    line = torch.arange(-10, 10 + step / 2, step, dtype=torch.float64)
-    weights = step * torch.exp(-(line**2) / 2) / math.sqrt(2 * math.pi)
-    v, probability = (number([1.0]),) * 2
-    if law is not None:
-        v, probability = law.mean + law.std * line, weights
-    z1, z2 = math.sqrt(q1) * line, sign * math.sqrt(q2) * line
-    f = [function(v[:, None] * z) for z in (z1, z2)]
-    g = [slope(v[:, None] * z) for z in (z1, z2)]
-    bent = [v[:, None] * x for x in g]
-    same = [probability @ product @ weights for product in (f[0] * f[1], bent[0] * bent[1])]
-    h = probability @ (g[0] * g[1]) @ (weights * z1 * z2)
-    means = [[probability @ x for x in pair] for pair in (f, bent)]
-    return torch.stack([*same, h, *((a * b) @ weights for a, b in means)])
-
-
-def all_five_of(of, law, q1, q2, c):
-    return torch.stack([*of.same(q1, q2, c, law), *of.cross(q1, q2, c, law)], dim=-1)
 
 
 def over_modulations(of, law, q1, q2, c):
@@ -109,8 +63,8 @@ class TestLargeVariances:
         geometries = [(q * x, rho * q * math.sqrt(x)) for x, rho in RATIOS]
         q2, c = (number(list(x)) for x in zip(*geometries, strict=True))
         for ready in {of, of.prepare(q, law)}:
-            found = all_five_of(ready, law, number([q]), q2, c)
-            for row, (second, covariance) in zip(found, geometries, strict=True):
+            computed = all_five_of(ready, law, number([q]), q2, c)
+            for row, (second, covariance) in zip(computed, geometries, strict=True):
                 expected = over_modulations(of, law, q, second, covariance)
                 largest = over_modulations(of, law, q, second, math.sqrt(q * second)).abs()
                 scale = torch.cat([torch.maximum(largest[:2], largest[3:]), largest[2:3]])
@@ -123,20 +77,20 @@ class TestLargeVariances:
             torch.erf, lambda x: bell * torch.exp(-(x**2)), Shifted(0.7), 64.0, 32.0, 1, 0.008
         )
         arguments = number([64.0]), number([32.0]), number([math.sqrt(64.0 * 32.0)])
-        found = all_five_of(dual(Erf()), Shifted(0.7), *arguments)[0]
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+        computed = all_five_of(dual(Erf()), Shifted(0.7), *arguments)[0]
+        torch.testing.assert_close(computed, expected, rtol=1e-9, atol=1e-10)
 
     @pytest.mark.parametrize("module", [Erf(), nn.GELU(), Sin(), Cos()], ids=repr)
     def test_keep_relative_accuracy_of_small_ones_beside_them(self, module):
         law, of = Shifted(0.7), dual(module)
         ready = of.prepare(50.0, law)
         q = number([1e-4, 0.0])
-        found = all_five_of(ready, law, q, q, q / 2)
+        computed = all_five_of(ready, law, q, q, q / 2)
         expected = over_modulations(of, law, 1e-4, 1e-4, 5e-5)
-        torch.testing.assert_close(found[0], expected, rtol=1e-8, atol=1e-14)
-        assert found.isfinite().all()
+        torch.testing.assert_close(computed[0], expected, rtol=1e-8, atol=1e-14)
+        assert computed.isfinite().all()
 
-    def test_of_a_law_of_the_users_are_served_by_its_quadrature(self):
+    def test_use_the_quadrature_of_a_users_law(self):
         class Uniform(Law):
             mean, second_moment = 0.5, 1 / 3
 
@@ -154,8 +108,8 @@ class TestLargeVariances:
         same = [weights @ f, weights @ (v**2 * g), weights @ (h / v**2)]
         f, g = of.fixed(v[:, None] ** 2 * q1, v**2 * q2, v[:, None] * v * c, with_h=False)
         cross = [weights @ f @ weights, (weights * v) @ g @ (weights * v)]
-        found = all_five_of(of, Uniform(), q1, q2, c)[0]
-        torch.testing.assert_close(found, torch.stack([*same, *cross]), rtol=1e-10, atol=1e-11)
+        computed = all_five_of(of, Uniform(), q1, q2, c)[0]
+        torch.testing.assert_close(computed, torch.stack([*same, *cross]), rtol=1e-10, atol=1e-11)
 
     def test_are_refused_if_the_quadrature_of_a_law_is_too_coarse(self):
         class Coarse(Law):

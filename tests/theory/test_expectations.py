@@ -1,10 +1,11 @@
-"""What every dual has in common, and the paper's errata about duals."""
+"""The contract of every dual, joint laws, derivatives, and the paper's errata about duals."""
 
 import math
 
 import pytest
 import torch
 from theory.integrals import (
+    CASES,
     EVERY,
     GEOMETRIES,
     PI,
@@ -51,11 +52,11 @@ class TestJointLaws:
     @slopes
     @pytest.mark.parametrize("law", [Masks(0.3), Disjoint()], ids=repr)
     def test_of_masks_are_equal_or_independent_members_and_half_lines_agree(self, of, law):
-        found, mixed = of.joint(*self.geometry, law, 5), Dual.joint(of, *self.geometry, law, 5)
-        torch.testing.assert_close(found, mixed, rtol=1e-13, atol=1e-15)
+        computed, mixed = of.joint(*self.geometry, law, 5), Dual.joint(of, *self.geometry, law, 5)
+        torch.testing.assert_close(computed, mixed, rtol=1e-13, atol=1e-15)
 
     @slopes
-    def test_of_normal_numbers_have_known_ends(self, of):
+    def test_of_normal_values_are_independent_equal_or_opposite_at_the_ends(self, of):
         q1, q2, c = self.geometry
         free, equal = of.cross(q1, q2, c, Normal()), of.same(q1, q2, c, Normal())[:2]
         torch.testing.assert_close(of.joint(q1, q2, c, Correlated(0.0), 2), free)
@@ -66,6 +67,13 @@ class TestJointLaws:
 
 
 class TestEveryDual:
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_agrees_with_plain_integration(self, case):
+        expected = [case.integrate(case.law, *geometry) for geometry in case.geometries]
+        computed = all_five(case.module, case.law, *case.geometries)
+        relative, absolute = case.tolerance
+        torch.testing.assert_close(computed, torch.stack(expected), rtol=relative, atol=absolute)
+
     @pytest.mark.parametrize("module", EVERY, ids=name)
     def test_agrees_with_samples(self, module):
         generator = torch.Generator().manual_seed(3)
@@ -74,19 +82,19 @@ class TestEveryDual:
         x, y = torch.randn(2, count, generator=generator, dtype=torch.float64)
         z1 = math.sqrt(q1) * x
         z2 = math.sqrt(q2) * (rho * x + math.sqrt(1 - rho**2) * y)
-        v, other = law.sample((2, count), generator, torch.float64)
+        v, v2 = law.sample((2, count), generator, torch.float64)
         slope = torch.func.vmap(torch.func.grad(module))
         terms = [
             module(v * z1) * module(v * z2),
             v**2 * slope(v * z1) * slope(v * z2),
             z1 * z2 * slope(v * z1) * slope(v * z2),
-            module(v * z1) * module(other * z2),
-            v * other * slope(v * z1) * slope(other * z2),
+            module(v * z1) * module(v2 * z2),
+            v * v2 * slope(v * z1) * slope(v2 * z2),
         ]
         samples = torch.stack(terms)
         error = samples.std(dim=1) / math.sqrt(count)
-        found = all_five(module, law, (q1, q2, rho))[0]
-        assert ((found - samples.mean(1)).abs() <= 4 * error + 1e-12).all()
+        computed = all_five(module, law, (q1, q2, rho))[0]
+        assert ((computed - samples.mean(1)).abs() <= 4 * error + 1e-12).all()
 
     @pytest.mark.parametrize(("module", "law"), JOINT, ids=name)
     def test_agrees_with_samples_of_joint_laws(self, module, law):
@@ -95,17 +103,17 @@ class TestEveryDual:
         x, y = torch.randn(2, count, generator=generator, dtype=torch.float64)
         z1 = math.sqrt(q1) * x
         z2 = math.sqrt(q2) * (rho * x + math.sqrt(1 - rho**2) * y)
-        v, other, _ = law.sample((3, count), generator, torch.float64)
+        v, v2, _ = law.sample((3, count), generator, torch.float64)
         slope = torch.func.vmap(torch.func.grad(module))
         terms = [
-            module(v * z1) * module(other * z2),
-            v * other * slope(v * z1) * slope(other * z2),
+            module(v * z1) * module(v2 * z2),
+            v * v2 * slope(v * z1) * slope(v2 * z2),
         ]
         samples = torch.stack(terms)
         error = samples.std(dim=1) / math.sqrt(count)
         c = number([rho * math.sqrt(q1 * q2)])
-        found = torch.cat(dual(module).joint(number([q1]), number([q2]), c, law, 3))
-        assert ((found - samples.mean(1)).abs() <= 4.5 * error + 1e-12).all()
+        computed = torch.cat(dual(module).joint(number([q1]), number([q2]), c, law, 3))
+        assert ((computed - samples.mean(1)).abs() <= 4.5 * error + 1e-12).all()
 
     @pytest.mark.parametrize("law", [None, Three(), Normal(0.3, 0.8)], ids=name)
     @pytest.mark.parametrize("module", EVERY, ids=name)
@@ -121,8 +129,8 @@ class TestEveryDual:
     @pytest.mark.parametrize("law", [None, Constant(1.3), Constant(-0.7), Normal(0.8, 0.0)])
     @pytest.mark.parametrize("module", EVERY, ids=name)
     def test_has_cross_equal_to_same_bit_for_bit_if_members_are_alike(self, module, law):
-        found = all_five(module, law, *GEOMETRIES)
-        assert torch.equal(found[:, :2], found[:, 3:])
+        computed = all_five(module, law, *GEOMETRIES)
+        assert torch.equal(computed[:, :2], computed[:, 3:])
 
     @pytest.mark.parametrize("law", [Normal(), Rademacher(), Ternary(0.2)], ids=name)
     @pytest.mark.parametrize("module", [nn.Tanh(), networks.Erf(), networks.Sin(), nn.Identity()])
@@ -140,16 +148,16 @@ class TestEveryDual:
         flat = [a.reshape(-1) for a in torch.broadcast_tensors(q1, q2, c)]
         elementwise = [*of.same(*flat, law), *of.cross(*flat, law)]
         shared = [a[0, :, 0, 0] for a in of.same(q1[:1], q2, c[:1], law)]
-        for found, expected in zip(pairs, elementwise, strict=True):
-            assert found.shape == (3, 3, 2, 2)
-            torch.testing.assert_close(found.reshape(-1), expected, rtol=1e-12, atol=1e-13)
-        for found, expected in zip(shared, pairs, strict=False):
-            torch.testing.assert_close(found, expected[0, :, 0, 0], rtol=1e-12, atol=1e-13)
+        for computed, expected in zip(pairs, elementwise, strict=True):
+            assert computed.shape == (3, 3, 2, 2)
+            torch.testing.assert_close(computed.reshape(-1), expected, rtol=1e-12, atol=1e-13)
+        for computed, expected in zip(shared, pairs, strict=False):
+            torch.testing.assert_close(computed, expected[0, :, 0, 0], rtol=1e-12, atol=1e-13)
         members = [a.expand(2, *c.shape) for a in of.same(q1, q2, c, law)]
-        for found, expected in zip(
+        for computed, expected in zip(
             of.same(q1, q2, c.expand(2, *c.shape), law), members, strict=True
         ):
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-13)
 
     @pytest.mark.parametrize("module", EVERY, ids=name)
     def test_works_in_single_precision(self, module):
@@ -262,16 +270,16 @@ class TestErrata:
             wrong = (same, cross)[index]
         else:
             wrong = self.printed_g(functions_of(module), law, 0.12)[index]
-        found = all_five(module, law, self.GEOMETRY)[0][[1, 4]][index].item()
-        assert found == pytest.approx(value, abs=6e-5)
+        computed = all_five(module, law, self.GEOMETRY)[0][[1, 4]][index].item()
+        assert computed == pytest.approx(value, abs=6e-5)
         assert wrong == pytest.approx(printed, abs=6e-5)
 
     @pytest.mark.parametrize(
         ("module", "value", "printed"), [(nn.ReLU(), 0.3521, 0.9022), (nn.Tanh(), 0.2056, 0.3620)]
     )
     def test_2_h_has_derivatives_in_it(self, module, value, printed):
-        found = all_five(module, Normal(), self.GEOMETRY)[0, 2].item()
-        assert found == pytest.approx(value, abs=6e-5)
+        computed = all_five(module, Normal(), self.GEOMETRY)[0, 2].item()
+        assert computed == pytest.approx(value, abs=6e-5)
         functions = (torch.relu, torch.relu) if isinstance(module, nn.ReLU) else (torch.tanh,) * 2
         wrong = by_grid(functions, Normal(), *self.GEOMETRY, 0.12)[2].item()  # z1 z2 φ φ
         assert wrong == pytest.approx(printed, abs=2e-4)
@@ -279,10 +287,10 @@ class TestErrata:
     def test_3_g_between_members_can_be_negative(self):
         register(TwoSteps)
         geometry, k = (1.0, 4.0, 1.0), 6.0
-        found = all_five(TwoSteps(k), Rademacher(), geometry)[0]
+        computed = all_five(TwoSteps(k), Rademacher(), geometry)[0]
         expected = by_grid(two_steps(k), Rademacher(), *geometry, 0.01)
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
-        assert found[4] < -0.04
+        torch.testing.assert_close(computed, expected, rtol=1e-8, atol=1e-8)
+        assert computed[4] < -0.04
         slopes = by_grid((two_steps(k)[1],) * 2, Rademacher(), *geometry, 0.01)
         assert slopes[3] > 0  # while E φ'φ' between members, which the proof uses, is positive
 

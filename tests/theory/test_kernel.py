@@ -101,7 +101,7 @@ class TestNaturalGamma:
         k = random_kernels()
         assert natural_gamma(k, 6, shared_rate=0.0) == 6
 
-    def test_of_many_inputs_comes_from_an_iterative_solver(self, monkeypatch):
+    def test_of_many_inputs_uses_an_iterative_solver(self, monkeypatch):
         k = random_kernels(n=60)
         exact = natural_gamma(k, 5)
         dense = torch.linalg.eigh
@@ -114,7 +114,7 @@ class TestNaturalGamma:
         monkeypatch.setattr(torch.linalg, "eigh", small)
         assert natural_gamma(k, 5) == pytest.approx(exact, rel=1e-10)
 
-    def test_does_without_it_where_it_does_not_converge(self, monkeypatch):
+    def test_uses_a_direct_solver_if_the_iterative_one_does_not_converge(self, monkeypatch):
         monkeypatch.setattr(module, "DENSE", 10)
         k = gram(torch.Generator().manual_seed(0), 20)
         start = torch.ones(20, 1, dtype=torch.float64) / math.sqrt(20)

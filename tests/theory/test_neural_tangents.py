@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from embens import networks, theory
 from embens.networks import Conv2d, Linear
@@ -73,3 +74,62 @@ def test_convolutional_networks_agree(readout):
         *pool, nn.Flatten(), Linear(8, 1, **law),
     )  # fmt: skip
     assert_agrees(net, x, kernel, x.permute(0, 2, 3, 1).numpy())
+
+
+class Residual(nn.Module):
+    """A residual perceptron with a norm on each branch."""
+
+    def __init__(self):
+        super().__init__()
+        law = {"weight_std": 1.3, "bias_std": 0.2}
+        self.stem, self.head = Linear(5, 8, **law), Linear(8, 1, **law)
+        self.up, self.down = Linear(8, 8, **law), Linear(8, 8, **law)
+        self.norm = nn.LayerNorm(8, eps=1e-12, elementwise_affine=False)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(torch.relu(x + self.down(torch.erf(self.up(self.norm(x))))))
+
+
+class Joined(Residual):
+    """Two branches of equal width, concatenated or multiplied."""
+
+    def __init__(self, *, product: bool):
+        super().__init__()
+        self.product = product
+        if not product:
+            self.head = Linear(16, 1, weight_std=1.3, bias_std=0.2)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        first, second = F.relu(self.up(x)), torch.erf(self.down(x))
+        if self.product:
+            return self.head(first * second)
+        return self.head(torch.cat([first, second], dim=1))
+
+
+def dense(stax):
+    return stax.Dense(8, W_std=1.3, b_std=0.2)
+
+
+def test_residual_networks_with_norms_agree():
+    stax = nt.stax
+    branch = stax.serial(stax.LayerNorm(), dense(stax), stax.Erf(), dense(stax))
+    block = stax.serial(stax.FanOut(2), stax.parallel(stax.Identity(), branch), stax.FanInSum())
+    *_, kernel = stax.serial(dense(stax), block, stax.Relu(), dense(stax))
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    assert_agrees(Residual(), x, kernel, x.numpy())
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_joined_branches_agree(product):
+    stax = nt.stax
+    branches = stax.parallel(
+        stax.serial(dense(stax), stax.Relu()), stax.serial(dense(stax), stax.Erf())
+    )
+    join = stax.FanInProd() if product else stax.FanInConcat(-1)
+    *_, kernel = stax.serial(
+        dense(stax), stax.Relu(), stax.FanOut(2), branches, join, dense(stax)
+    )  # fmt: skip
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    assert_agrees(Joined(product=product), x, kernel, x.numpy())

@@ -18,12 +18,12 @@ def test_modulations_are_found_at_the_layers_of_their_sites():
     ensemble = embens.embed(
         networks.mlp(5, 4, 2), 3, pre={"0": laws.Normal()}, post={"4": laws.Shifted(0.5)}
     )
-    found = placements(ensemble)
-    assert set(found) == {"0", "4"}
-    assert found["0"].pre.law == laws.Normal()
-    assert found["0"].post is None
-    assert found["4"].post.pair_moment == pytest.approx(0.25)
-    assert found["4"].post.trainable
+    by_layer = placements(ensemble)
+    assert set(by_layer) == {"0", "4"}
+    assert by_layer["0"].pre.law == laws.Normal()
+    assert by_layer["0"].post is None
+    assert by_layer["4"].post.pair_moment == pytest.approx(0.25)
+    assert by_layer["4"].post.trainable
 
 
 @pytest.mark.parametrize("weights", ["drawn", "copied"])
@@ -33,15 +33,15 @@ def test_copies_say_how_they_began(weights):
 
 
 def test_low_rank_layers_are_marked():
-    found = placements(embens.low_rank(networks.mlp(5, 4, 2), 3, rank=1))
-    assert found
-    assert all(placement.low_rank for placement in found.values())
+    by_layer = placements(embens.low_rank(networks.mlp(5, 4, 2), 3, rank=1))
+    assert by_layer
+    assert all(placement.low_rank for placement in by_layer.values())
 
 
 def test_fixed_and_resampled_masks_are_not_trainable():
     for fresh in (True, False):
-        found = placements(embens.mc_dropout(networks.mlp(5, 4, 2), 3, fresh=fresh))
-        assert not any(placement.post.trainable for placement in found.values())
+        by_layer = placements(embens.mc_dropout(networks.mlp(5, 4, 2), 3, fresh=fresh))
+        assert not any(placement.post.trainable for placement in by_layer.values())
 
 
 def test_moments_of_joint_laws_are_those_of_all_members_that_were_drawn():

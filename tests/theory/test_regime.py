@@ -58,8 +58,8 @@ class TestExactRegime:
     def test_has_the_couplings_of_the_theory_for_four_relu_layers(self, p, coupling):
         """Tabulated there for 20 other random inputs, on which they depend a little."""
         net = networks.mlp(20, 8, 4, 1, weight_std=SQRT2)
-        found = regime(embens.batch_ensemble(net, 4, p=p), randn(20, 20)).coupling
-        assert found == pytest.approx(coupling, rel=0.25)
+        computed = regime(embens.batch_ensemble(net, 4, p=p), randn(20, 20)).coupling
+        assert computed == pytest.approx(coupling, rel=0.25)
 
     def test_has_the_ratio_of_largest_eigenvalues_and_so_sets_gamma(self):
         x = randn(12, 5)
@@ -89,7 +89,7 @@ class TestExactRegime:
         for net in (mlp(bias_std=0.5), nn.Sequential(nn.LayerNorm(5), mlp())):
             report = regime(embens.embed(net, 4, None, None, own="last"))
             assert report == Regime.INDEPENDENT
-            assert "every member has last layers of its own" in report.reason
+            assert "every member has separate last layers" in report.reason
         report = regime(embens.embed(mlp(), 4, None, None, own="last", own_weights="copied"))
         assert (report, report.coupling) == (Regime.COLLECTIVE, 1)
         assert "so members are one model" in report.reason
@@ -217,7 +217,7 @@ class TestRegimeFromLaws:
 
     def test_looks_at_the_last_layer_not_at_the_product(self):
         net = nn.Sequential(
-            *(nn.Linear(5, 8), nn.LayerNorm(8), nn.ReLU()),
+            *(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU()),
             *(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)),
         )
         post = {"3": laws.Normal(), "5": laws.Shifted(0.5)}
@@ -225,6 +225,14 @@ class TestRegimeFromLaws:
         assert report == Regime.COLLECTIVE
         assert report.coupling == pytest.approx(0.25)
         assert regime(embens.embed(net, 4, post=None)) == Regime.COLLECTIVE
+
+    def test_of_norms_over_units_is_exact_where_they_have_a_rule(self):
+        norm = nn.LayerNorm(8, elementwise_affine=False)
+        net = nn.Sequential(nn.Linear(5, 8), norm, nn.ReLU(), nn.Linear(8, 2, bias=False))
+        assert regime(embens.batch_ensemble(net, 4)).exact
+        report = regime(embens.batch_ensemble(net, 4, p=0.5))
+        assert report.exact
+        assert 0 < report.coupling < 0.25
 
     def test_needs_all_last_layers_centred(self):
         class Heads(nn.Module):

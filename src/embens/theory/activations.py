@@ -1,4 +1,4 @@
-r"""Which dual belongs to which activation module.
+r"""Duals of activation modules.
 
 Closed forms exist for piecewise linear activations, erf, sine, cosine and GELU. Other smooth
 activations use quadrature (:mod:`embens.theory.quadrature`). A user's smooth activation needs one
@@ -35,9 +35,9 @@ def dual(module: nn.Module) -> Dual:
     """
     name = type(module).__name__
     raise TypeError(
-        f"the expectations of {name} under a normal law are not known. If it acts on each number "
-        f"alone and is smooth, call embens.theory.register_activation({name}); else decorate a "
-        f"function that returns its Dual with @embens.theory.register_activation({name})."
+        f"the expectations of {name} under a normal law are not known. If it acts elementwise and "
+        f"is smooth, call embens.theory.register_activation({name}); else decorate a function that "
+        f"returns its Dual with @embens.theory.register_activation({name})."
     )
 
 
@@ -47,8 +47,8 @@ def register(
     """Register an activation class.
 
     Args:
-        kind: Class of the activation. It must act on each number separately. Unless a function is
-            given, it must be smooth; its expectations then use quadrature.
+        kind: Class of the activation, which must act elementwise. Without a function it must also
+            be smooth; its expectations then use quadrature.
         function: Takes an instance and returns its :class:`~embens.theory.Dual`.
 
     Returns:
@@ -86,7 +86,7 @@ def by_quadrature(module: nn.Module) -> Dual:
         module: The activation; it is copied to float64 on the CPU.
 
     Raises:
-        ValueError: If the module is random, or does not act on each number separately.
+        ValueError: If the module is random, or does not act elementwise.
     """
     module = copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False)
     name = type(module).__name__
@@ -96,15 +96,14 @@ def by_quadrature(module: nn.Module) -> Dual:
         repeated = module(x)
         if whole.shape != x.shape or not torch.equal(whole, repeated):
             raise ValueError(
-                f"{name} does not return one number for each number, always the same. Its "
-                "expectations under a normal law exist only if it does; for random layers use "
-                "embens.mc_dropout."
+                f"{name} must act elementwise and not be random: its outputs have another shape, "
+                "or differ between two calls. For random layers use embens.mc_dropout."
             )
-        single = torch.stack([module(number) for number in x])
-    if not torch.allclose(whole, single, rtol=1e-12, atol=1e-12, equal_nan=True):
+        elementwise = torch.stack([module(value) for value in x])
+    if not torch.allclose(whole, elementwise, rtol=1e-12, atol=1e-12, equal_nan=True):
         raise ValueError(
-            f"{name} does not act on each number alone: what it returns for one depends on the "
-            "others. Register a rule for it with embens.theory.propagate.register instead."
+            f"{name} does not act elementwise: an output depends on several inputs. Register a "
+            "rule for it with embens.theory.propagate.register instead."
         )
     return Smooth(module, name)
 
@@ -151,12 +150,14 @@ def _(module: networks.Cos) -> Dual:
 
 @dual.register
 def _(module: nn.GELU) -> Dual:
-    return Gelu() if module.approximate == "none" else by_quadrature(module)
+    if module.approximate == "none":
+        return Gelu()
+    return by_quadrature(module)
 
 
 @dual.register
 def _(module: nn.Softplus) -> Dual:
-    # torch's own function jumps at a threshold, which saves time but is not smooth.
+    # The function of torch is linear beyond a threshold, so it is not smooth there.
     return _softplus_dual(float(module.beta))
 
 
@@ -180,7 +181,7 @@ _STATELESS = (nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink)
 
 @cache
 def _of_kind(kind: type[nn.Module]) -> Dual:
-    """Return the one dual of a stateless activation, which keeps its tables for later kernels."""
+    """Return the dual of a stateless activation; it is cached, because it holds tables."""
     return by_quadrature(kind())
 
 

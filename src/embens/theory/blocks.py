@@ -20,7 +20,7 @@ from embens.theory.limit import Limit
 Block = tuple[slice, slice]
 
 _ENTRIES = {"cpu": 160_000, "cuda": 2**24}  # entries of one kernel of a block, by device
-_PIXEL_ENTRIES = 2**20  # at least so many where each pair of inputs has many entries, as images do
+_PIXEL_ENTRIES = 2**20  # the same for images: each pair of inputs has many entries
 
 
 def kernels(
@@ -41,7 +41,7 @@ def kernels(
         x2: Other inputs, ``(n2, …)``; None means ``x1``.
         dtype: ``torch.float64``, or ``torch.float32`` for half the memory and about six digits.
         block: Number of inputs along the side of a block; None chooses one that fits the cache.
-        progress: Whether to show a progress bar; None shows it on a terminal for many blocks.
+        progress: Show a progress bar; None shows it on a terminal for many blocks.
 
     Returns:
         The kernels, with blocks ``(n1, n2)``. With input or output modulations they are
@@ -102,14 +102,17 @@ def plan_blocks(limit: Limit, block: int | None = None) -> list[Block]:
 
 
 def compute_blocks(
-    limit: Limit, plan: list[Block], *, progress: bool | None = None
+    limit: Limit,
+    plan: list[Block],
+    *,
+    progress: bool | None = None,
 ) -> Iterator[tuple[Block, Kernels]]:
     """Yield the kernels of some blocks.
 
     Args:
         limit: The limit on its inputs.
         plan: The blocks.
-        progress: Whether to show a progress bar, as in :func:`kernels`.
+        progress: Show a progress bar, as in :func:`kernels`.
     """
     if progress is None:
         terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -137,7 +140,7 @@ def _insert(whole: Tensor, piece: Tensor, place: Block, *, symmetric: bool) -> N
 
 
 def _is_one_value(kernel: Tensor) -> bool:
-    """Return whether all entries share one number in memory: zero, or that of a bias."""
+    """Return True if all entries are one value in memory, such as 0 or the variance of a bias."""
     return not any(kernel.stride())
 
 

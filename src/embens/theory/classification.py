@@ -99,7 +99,10 @@ def cross_entropy_flow(
         (k_train_train, k_test_train, k_test_test),
         members,
         gamma,
-        rates={"shared_rate": settings.shared_rate, "individual_rate": settings.individual_rate},
+        rates={
+            "shared_rate": settings.shared_rate,
+            "individual_rate": settings.individual_rate,
+        },
         caller="cross_entropy_flow",
     )
     ntk_train, ntk_test = problem.ntk
@@ -150,8 +153,8 @@ def integrate(
         from scipy.integrate import solve_ivp
     except ImportError as error:
         raise ImportError(
-            "training on other losses than the squared one needs scipy, got none; install it with: "
-            "pip install 'embens[theory]'"
+            "training on other losses than the squared one needs scipy, which is not installed. "
+            "Install it: pip install 'embens[theory]'"
         ) from error
     train, test = start
     samples = train.shape[1]
@@ -176,7 +179,7 @@ def integrate(
     )
     if not solution.success:
         raise RuntimeError(
-            f"the solver did not come to time {end:g}: {solution.message} Ask for earlier times."
+            f"the solver did not reach time {end:g}: {solution.message} Use earlier times."
         )
     outputs = []
     for state in solution.y.T.copy():
@@ -204,9 +207,11 @@ def apply(
 def _check_labels(labels: Tensor, n: int, classes: int | None) -> tuple[Tensor, int]:
     """Return valid labels and the number of classes."""
     expected = f"labels must be {n} class indices, one for each train sample"
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
-        received = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise TypeError(f"{expected}; got {received}. Convert with torch.as_tensor(labels).long().")
+    fix = "Convert with torch.as_tensor(labels).long()."
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{expected}; got {type(labels).__name__}. {fix}")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise TypeError(f"{expected}; got {labels.dtype}. {fix}")
     if labels.shape != (n,):
         raise ValueError(f"{expected}; got shape {tuple(labels.shape)}.")
     smallest, largest = int(labels.min()), int(labels.max())
@@ -221,7 +226,7 @@ def _check_times(times: Sequence[float] | Tensor) -> list[float]:
     increasing = all(first < second for first, second in pairwise(values))
     if not values or not increasing or values[0] < 0 or not math.isfinite(values[-1]):
         raise ValueError(
-            f"times must be finite, >= 0 and in rising order; got {values}. Cross-entropy has no "
+            f"times must be finite, >= 0 and increasing; got {values}. Cross-entropy has no "
             "limit at infinite time."
         )
     return values
@@ -263,9 +268,12 @@ class Performance:
 
 
 def centred_targets(
-    labels: Int[Tensor, " n"], classes: int, *, scale: float = 1.0
+    labels: Int[Tensor, " n"],
+    classes: int,
+    *,
+    scale: float = 1.0,
 ) -> Float[Tensor, "n class"]:
-    """Return one-hot targets whose mean over classes is 0.
+    """Return one-hot targets, shifted so that their mean over classes is 0.
 
     Args:
         labels: Classes, ``(n,)``.
@@ -323,7 +331,8 @@ def performance(
         )
     check_whole("draws", draws)
     ensembles = flow.sample(t, draws, generator=generator)
-    means, errors = {}, {}
+    means = {}
+    errors = {}
     for name, measure in _MEASURES.items():
         with warnings.catch_warnings():
             # A single member, or one that is always right, has no correlation.

@@ -65,7 +65,13 @@ class Homogeneous(Dual):
     at_zero: float = 0.0
 
     def same(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
+        self,
+        q1: Tensor,
+        q2: Tensor,
+        c: Tensor,
+        law: Law | None,
+        *,
+        with_h: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         second_moment = 1.0 if law is None else law.second_moment
         level = second_moment * self._level
@@ -76,7 +82,10 @@ class Homogeneous(Dual):
         nonzero = 1.0
         if law is not None:
             nonzero = law.half_moment(0, 1) + law.half_moment(0, -1)
-        h = f * (nonzero / second_moment if second_moment > 0 else 0.0)
+        factor = 0.0
+        if second_moment > 0:
+            factor = nonzero / second_moment
+        h = f * factor
         if self.at_zero and nonzero < 1:
             h = h + (1 - nonzero) * self.at_zero**2 * c
         return f, g, h
@@ -88,12 +97,18 @@ class Homogeneous(Dual):
         equal_sign = law.pair_half_moment(1, 1) + law.pair_half_moment(-1, -1)
         opposite_sign = 2 * law.pair_half_moment(1, -1)
         # G(-c) has the angle π - θ, so the sum of both signs is of the same form again.
-        level = equal_sign * self._level + opposite_sign * (math.pi * self._bend - self._level)
+        mirrored_level = math.pi * self._bend - self._level
+        level = equal_sign * self._level + opposite_sign * mirrored_level
         bend = (equal_sign + opposite_sign) * self._bend
         return _angle_expectations(q1, q2, c, level, bend)
 
     def joint(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, members: int
+        self,
+        q1: Tensor,
+        q2: Tensor,
+        c: Tensor,
+        law: Law | None,
+        members: int,
     ) -> tuple[Tensor, Tensor]:
         return self.cross(q1, q2, c, law)
 
@@ -107,12 +122,17 @@ class Homogeneous(Dual):
 
 
 def _angle_expectations(
-    q1: Tensor, q2: Tensor, c: Tensor, level: float, bend: float
+    q1: Tensor,
+    q2: Tensor,
+    c: Tensor,
+    level: float,
+    bend: float,
 ) -> tuple[Tensor, Tensor]:
     """Return F and G = level - bend · θ."""
     c = c.expand(torch.broadcast_shapes(q1.shape, q2.shape, c.shape))
     if bend == 0:
-        return level * c, torch.full_like(c, level, memory_format=torch.contiguous_format)
+        g = torch.full_like(c, level, memory_format=torch.contiguous_format)
+        return level * c, g
     root1, inverse1 = roots(q1)
     root2, inverse2 = roots(q2)
     if is_differentiated(q1, q2, c):
@@ -169,7 +189,7 @@ class FixedModulation(Smooth):
             q1: Variances :math:`Q_1`.
             q2: Variances :math:`Q_2`.
             c: Covariances :math:`C`.
-            with_h: Whether to compute the third expectation.
+            with_h: Compute the third expectation.
 
         Returns:
             :math:`E[φφ]`, :math:`g = E[φ'φ']` and, with ``with_h``, :math:`E[y_1 y_2 φ'φ']`. By
@@ -178,7 +198,13 @@ class FixedModulation(Smooth):
         """
 
     def same(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
+        self,
+        q1: Tensor,
+        q2: Tensor,
+        c: Tensor,
+        law: Law | None,
+        *,
+        with_h: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if not (law is None or isinstance(law, Discrete) or is_normal(law)):
             return super().same(q1, q2, c, law, with_h=with_h)
@@ -229,7 +255,7 @@ class FixedModulation(Smooth):
         return law_nodes(law, width=0.5 / math.sqrt(self._largest(q1, q2)))
 
     def _is_double_sum(self, q_max: float, law: Law | None) -> bool:
-        """Return whether modulations of two members are summed over pair by pair."""
+        """Return True if expectations between members are sums over pairs of modulations."""
         if law is None:
             return True
         if is_normal(law):
@@ -284,8 +310,9 @@ class Wave(FixedModulation):
         f, g = (odd, even) if self.parity < 0 else (even, odd)
         if not with_h:
             return f, g
-        rest = (q1 - c) * (q2 - c) * of_difference + self.parity * (q1 + c) * (q2 + c) * of_sum
-        return f, g, c * g + rest / 2
+        difference_term = (q1 - c) * (q2 - c) * of_difference
+        sum_term = self.parity * (q1 + c) * (q2 + c) * of_sum
+        return f, g, c * g + (difference_term + sum_term) / 2
 
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
         if not is_normal(law):
@@ -349,18 +376,20 @@ class Gelu(FixedModulation):
         by_c = root + ((1 + 2 * kappa) * d1 * d2 + n + 2 * kappa * c * c) * cubed
         by_c = by_c + 3 * n * c * c * fifth
 
-        def by_variance(d: Tensor, other: Tensor) -> Tensor:
+        def by_variance(d: Tensor, d_second: Tensor) -> Tensor:
+            """Return the derivative of 2π g by the variance of the first argument."""
+            bracket = d_second - 1 - c * c / d**2 - (1 + 2 * kappa) * d_second / 2
             slope = c * root * (-1 / (2 * d) - 2 / d**2)
-            slope = slope + c * cubed * (other - 1 - c * c / d**2 - (1 + 2 * kappa) * other / 2)
-            return slope - 1.5 * n * c * other * fifth
+            slope = slope + c * cubed * bracket
+            return slope - 1.5 * n * c * d_second * fifth
 
-        rest = (q1 * q2 + c * c) * by_c
-        rest = rest + 2 * c * (q1 * by_variance(d1, d2) + q2 * by_variance(d2, d1))
-        return f, g, c * g + rest / (2 * math.pi)
+        by_variances = q1 * by_variance(d1, d2) + q2 * by_variance(d2, d1)
+        by_parts = (q1 * q2 + c * c) * by_c + 2 * c * by_variances
+        return f, g, c * g + by_parts / (2 * math.pi)
 
 
 def _difference(first: Tensor, second: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return the difference of positive numbers from their log-ratio, without cancellation."""
+    """Return the difference of positive tensors from their log-ratio, without cancellation."""
     first_is_larger = -first * torch.expm1((-log_ratio).clamp(max=0))
     second_is_larger = second * torch.expm1(log_ratio.clamp(max=0))
     return torch.where(log_ratio >= 0, first_is_larger, second_is_larger)

@@ -17,7 +17,6 @@ losses see :mod:`embens.theory.classification`.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from embens.checks import check_number
+from embens.checks import check_number, warn
 from embens.optim import Gamma
 from embens.theory.eigenmode import Mode
 from embens.theory.kernel import Kernels, MemberKernel, check_rates
@@ -110,7 +109,9 @@ class GradientFlow:
         share = 1 - 1 / self.members
 
         def total(gains: PerMode[Tensor]) -> Tensor:
-            return mean.variance(gains.mean) + share * deviation.variance(gains.deviation)
+            of_mean = mean.variance(gains.mean)
+            of_deviation = deviation.variance(gains.deviation)
+            return of_mean + share * of_deviation
 
         return self._at(t, total)
 
@@ -133,7 +134,11 @@ class GradientFlow:
         """
         self._require_prior("diversity")
         share = 1 - 1 / self.members
-        return self._at(t, lambda gains: share * self.modes.deviation.variance(gains.deviation))
+
+        def spread(gains: PerMode[Tensor]) -> Tensor:
+            return share * self.modes.deviation.variance(gains.deviation)
+
+        return self._at(t, spread)
 
     def covariance(self, t: float) -> MemberKernel:
         """Return the covariance of test outputs within and between members.
@@ -181,9 +186,13 @@ class GradientFlow:
         return self._at(t, outputs)
 
     def sample(
-        self, t: float, draws: int = 1, *, generator: torch.Generator | None = None
+        self,
+        t: float,
+        draws: int = 1,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Float[Tensor, "draw member test ..."]:
-        """Draw test outputs of trained ensembles, each with an initialisation of its own.
+        """Draw test outputs of trained ensembles with independent initialisations.
 
         Args:
             t: Time.
@@ -195,7 +204,8 @@ class GradientFlow:
         """
         mean, deviation = self._covariances(t, "sample")
         shape = tuple(self.targets.shape[1:])
-        return self.mean(t) + draw_members(mean, deviation, self.members, shape, draws, generator)
+        fluctuations = draw_members(mean, deviation, self.members, shape, draws, generator)
+        return self.mean(t) + fluctuations
 
     @property
     def largest_stable_rate(self) -> PerMode[float]:
@@ -263,13 +273,13 @@ class GradientFlow:
 
     def _gains(self, t: float | Tensor) -> PerMode[Tensor]:
         """Return the gains of both modes at a valid time."""
-        expected = f"t must be a time >= 0, which may be inf; got {t!r}."
+        expected = f"t must be a time >= 0 or inf; got {t!r}."
         if self.rate is not None:
-            expected = f"steps must be a whole number >= 0, which may be inf; got {t!r}."
+            expected = f"steps must be a non-negative integer or inf; got {t!r}."
         try:
             time = float(t)
         except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"{expected} For several give a vector.") from None
+            raise TypeError(f"{expected} For several times pass a vector.") from None
         if not time >= 0:
             raise ValueError(f"{expected} Training starts at 0.")
         if math.isinf(time):
@@ -286,9 +296,10 @@ class GradientFlow:
             if is_relevant and not mode.converges:
                 largest = mode.eigenvalues.max().item()
                 raise ValueError(
-                    f"training never ends: the {name} mode diverges, its eigenvalues are "
-                    f"{mode.least:.3g} to {largest:.3g}. Expected none below 0 and, in gradient "
-                    f"descent, a rate below {min(self.largest_stable_rate):.4g}; got {self.rate}."
+                    f"training does not converge: the {name} mode has eigenvalues from "
+                    f"{mode.least:.3g} to {largest:.3g}. They must not be negative, and gradient "
+                    f"descent needs a rate below {min(self.largest_stable_rate):.4g}; got "
+                    f"{self.rate}."
                 )
 
     def _warn_of_null_directions(self) -> None:
@@ -302,14 +313,14 @@ class GradientFlow:
         fit = "the targets agree with that"
         if share > 1e-6:
             fit = (
-                f"a share {share:.2g} of the targets is never fitted (equal inputs, other targets)"
+                f"a share {share:.2g} of the targets cannot be fitted (equal inputs with different "
+                "targets)"
             )
-        warnings.warn(
+        warn(
             f"the kernel of the train data is singular: rank {mode.rank} of "
             f"{len(mode.eigenvalues)} at cut-off {mode.cutoff:.2g}. At infinite time its "
             f"pseudo-inverse is used; {fit}. Pass FlowSettings(jitter=…), of the size of the "
             "targets' noise, or leave out repeated inputs.",
-            stacklevel=5,
         )
 
 
@@ -382,17 +393,16 @@ def gradient_descent(
         settings: Relative rates and jitter.
 
     Returns:
-        The ensemble in training; its times are numbers of steps.
+        The ensemble in training; times count steps.
     """
     check_rates(rate=rate)
     parts = k_train_train, k_test_train, k_test_test
     flow = _solve(parts, y, members, gamma, settings, rate=float(rate))
     stable = flow.largest_stable_rate
     if rate >= min(stable):
-        warnings.warn(
+        warn(
             f"rate {rate:g} is too large: gradient descent diverges from {stable.mean:.6g} (mean "
             f"of members) and from {stable.deviation:.6g} (deviations). Choose one below both.",
-            stacklevel=2,
         )
     return flow
 
@@ -442,30 +452,34 @@ def _solve(
     rate: float | None = None,
 ) -> GradientFlow:
     """Diagonalise both modes."""
-    rates = {"shared_rate": settings.shared_rate, "individual_rate": settings.individual_rate}
+    rates = {
+        "shared_rate": settings.shared_rate,
+        "individual_rate": settings.individual_rate,
+    }
     problem = Problem.of(parts, members, gamma, rates=rates, caller="gradient_flow")
     y = check_targets(y, problem.ntk[0].same)
     jitter = check_number("jitter", settings.jitter, "a number >= 0", lambda x: x >= 0)
     modes = []
     for index, name in enumerate(PerMode._fields):
-        train, carry = (kernel.modes(members)[index] for kernel in problem.ntk)
-        if name == "mean" and train.abs().max() < SILENT * problem.ntk[0].same.abs().max():
-            # Only rounding is left of it.
-            train, carry = torch.zeros_like(train), torch.zeros_like(carry)
-            warnings.warn(
-                "the mean of the members can't learn: what they have in common cancels (cross is "
-                "-1/(M - 1) times same), so it stays what it is. Use a rho above -1/(M - 1), "
-                "modulations that are trained, or an output bias.",
-                stacklevel=3,
+        train = problem.ntk[0].modes(members)[index]
+        carry = problem.ntk[1].modes(members)[index]
+        largest = problem.ntk[0].same.abs().max()
+        if name == "mean" and train.abs().max() < SILENT * largest:
+            # The kernel is 0 up to rounding.
+            train = torch.zeros_like(train)
+            carry = torch.zeros_like(carry)
+            warn(
+                "the ensemble mean cannot learn: its tangent kernel vanishes, because cross is "
+                "-1/(M - 1) times same. Use a rho above -1/(M - 1), trained modulations, or an "
+                "output bias.",
             )
         mode = Mode.solve((train, carry), _prior(problem, index), jitter, rate)
         if mode.indefinite and (name == "mean" or members > 1):
-            warnings.warn(
+            warn(
                 f"the {name} mode's kernel on the train data is not positive semi-definite: its "
                 f"smallest eigenvalue is {mode.least:.3g}, the largest "
                 f"{mode.eigenvalues.max().item():.3g}. Its outputs grow without bound; check the "
                 "kernels.",
-                stacklevel=3,
             )
         modes.append(mode)
     return GradientFlow(PerMode(*modes), rate, y, members, problem.gamma, jitter)

@@ -77,7 +77,8 @@ class Mode:
         train, carry = ntk
         eigenvalues, basis = torch.linalg.eigh((train + train.mT) / 2)
         eigenvalues = eigenvalues + jitter
-        largest, least = eigenvalues[-1].abs().item(), eigenvalues[0].item()
+        largest = eigenvalues[-1].abs().item()
+        least = eigenvalues[0].item()
         cutoff = len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps * largest
         if -INDEFINITE * largest <= least < 0:
             cutoff = max(cutoff, -10 * least)
@@ -102,18 +103,20 @@ class Mode:
 
     @property
     def indefinite(self) -> bool:
-        """Whether an eigenvalue is clearly negative, so that the matrix is not a kernel."""
+        """True if an eigenvalue is clearly negative, so that the matrix is not a kernel."""
         return self.least < -INDEFINITE * self.eigenvalues.abs().max().item()
 
     @property
     def largest_stable_rate(self) -> float:
         r"""Rate :math:`2B / \lambda_{\max}` below which gradient descent converges."""
         largest = self.eigenvalues.max().item()
-        return 2 * len(self.basis) / largest if largest > 0 else math.inf
+        if largest <= 0:
+            return math.inf
+        return 2 * len(self.basis) / largest
 
     @property
     def converges(self) -> bool:
-        """Whether outputs have a limit at infinite time."""
+        """True if outputs have a limit at infinite time."""
         stable = self.rate is None or self.rate < self.largest_stable_rate
         return stable and bool((self.eigenvalues >= 0).all())
 

@@ -1,4 +1,4 @@
-"""What the theory reads of an ensemble: the plain reference, its layers and drawn values."""
+"""Access to the parts of an ensemble that the theory needs: reference, layers, drawn values."""
 
 import copy
 
@@ -25,7 +25,8 @@ def plain_reference(ensemble: EmbeddedEnsemble) -> nn.Module:
             vars(module).pop(name, None)
             first = stack.detach()[0].clone()
             if isinstance(stack, nn.Parameter):
-                module.register_parameter(name, nn.Parameter(first, stack.requires_grad))
+                parameter = nn.Parameter(first, stack.requires_grad)
+                module.register_parameter(name, parameter)
             else:
                 module.register_buffer(name, first)
     return reference
@@ -51,14 +52,17 @@ def drawn_members(ensemble: EmbeddedEnsemble) -> int:
 
 
 def has_repeated_members(ensemble: EmbeddedEnsemble) -> bool:
-    """Return whether a member occurs twice, as a subset may have it."""
+    """Return True if a member occurs twice, as it may in a subset."""
     return ensemble.spec.has_repeated_members
 
 
 def parameter_layers(reference: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of the parameter layers of a network by the layers' names."""
     layers = find_layers(reference)
-    return {name: reference.get_submodule(layer.module) for name, layer in layers.items()}
+    modules = {}
+    for name, layer in layers.items():
+        modules[name] = reference.get_submodule(layer.module)
+    return modules
 
 
 def data_flow(reference: nn.Module) -> Flow:

@@ -37,7 +37,13 @@ class Dual(ABC):
 
     @abstractmethod
     def same(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
+        self,
+        q1: Tensor,
+        q2: Tensor,
+        c: Tensor,
+        law: Law | None,
+        *,
+        with_h: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the expectations within a member.
 
@@ -46,7 +52,7 @@ class Dual(ABC):
             q2: Variances of the second inputs.
             c: Covariances of both.
             law: Distribution of the modulation, or None.
-            with_h: Whether to compute H.
+            with_h: Compute H.
 
         Returns:
             F, G and H; None instead of H unless ``with_h``.
@@ -67,9 +73,14 @@ class Dual(ABC):
         """
 
     def joint(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, members: int
+        self,
+        q1: Tensor,
+        q2: Tensor,
+        c: Tensor,
+        law: Law | None,
+        members: int,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the expectations between two members whose law may be joint.
+        """Compute the expectations between two members, for any law.
 
         Args:
             q1: Variances of the first inputs.
@@ -106,7 +117,7 @@ class Dual(ABC):
 
 
 def differs_between_members(law: Law | None) -> bool:
-    """Return whether members draw different modulations; otherwise ``cross`` equals ``same``."""
+    """Return True if members draw different modulations; otherwise ``cross`` equals ``same``."""
     return law is not None and law.overlap < 1
 
 
@@ -124,7 +135,7 @@ def roots(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_differentiated(*tensors: Tensor) -> bool:
-    """Return whether derivatives are being taken, so that in-place operations are forbidden."""
+    """Return True while derivatives are taken, which forbids in-place operations."""
     if torch._C._are_functorch_transforms_active():  # there is no public way to ask
         return True
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

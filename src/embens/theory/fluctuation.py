@@ -117,7 +117,7 @@ class _HiddenLayer:
     post: Modulation | None = None
 
     def term(self, sensitivity: Tensor, total: Tensor) -> Tensor:
-        """Return what the layer adds to the relative variance, times its width, ``(n,)``.
+        """Return the contribution of the layer to the relative variance, times its width, ``(n,)``.
 
         Args:
             sensitivity: Derivatives of the outputs' kernels by ``kernel``.
@@ -126,7 +126,8 @@ class _HiddenLayer:
         pixels = math.isqrt(sensitivity[0].numel())
         sensitivity = sensitivity.detach().reshape(len(total), pixels, pixels)
         covariance = self.covariance.detach().reshape(len(total), pixels, pixels)
-        u, v = _marginal(self.post), _marginal(self.pre)
+        u = _marginal(self.post)
+        v = _marginal(self.pre)
         # A homogeneous activation takes v as a factor: φ(vz)² = v² φ(z)² up to signs.
         is_factor = isinstance(activations.dual(self.activation), Homogeneous)
         law = Constant() if is_factor else v
@@ -144,11 +145,14 @@ class _HiddenLayer:
         return (mean / total) ** 2 * excess
 
     def _form_moments(
-        self, law: Law, sensitivity: Tensor, covariance: Tensor
+        self,
+        law: Law,
+        sensitivity: Tensor,
+        covariance: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Return moments of the form :math:`\phi^\top S \phi`, each ``(n,)``.
+        r"""Return moments of the quadratic form :math:`Q = \phi^\top S \phi`, each ``(n,)``.
 
-        They are its mean, the mean of its square, and that of the square of its mean given v.
+        They are :math:`E Q`, :math:`E Q^2` and :math:`E[E[Q \mid v]^2]`.
         """
         units, unit_weights = _normal_units(covariance)
         values, weights = law.quadrature(181 if covariance.shape[1] == 1 else 31)
@@ -194,20 +198,26 @@ def _layer_terms(limit: Limit, placements: Placements) -> tuple[Tensor, Tensor]:
     """
     if limit.conditional:
         raise ValueError(
-            "fluctuations are those of members that are drawn alike; with modulated inputs or "
-            "outputs they are not. Use sites='hidden'."
+            "fluctuations need exchangeable members; with modulated inputs or outputs members are "
+            "not exchangeable. Use sites='hidden'."
+        )
+    if limit.walk is not None:
+        raise TypeError(
+            "fluctuations are known for nn.Sequential only; this network's forward is custom code. "
+            "embens.diagnose measures it."
         )
     rows = []
     widths: list[int] = []
     # Images go one at a time, because pairs of pixels are many.
     chunk = 1 if limit.x1.dim() > 2 else len(limit.x1)
     for inputs in limit.x1.split(chunk):
-        layers, total = _hidden_layers(limit, inputs.clone().requires_grad_(), placements)
-        sensitivities = torch.autograd.grad(total.sum(), [layer.kernel for layer in layers])
-        terms = [
-            layer.term(sensitivity, total.detach())
-            for layer, sensitivity in zip(layers, sensitivities, strict=True)
-        ]
+        inputs = inputs.clone().requires_grad_()
+        layers, total = _hidden_layers(limit, inputs, placements)
+        layer_kernels = [layer.kernel for layer in layers]
+        sensitivities = torch.autograd.grad(total.sum(), layer_kernels)
+        terms = []
+        for layer, sensitivity in zip(layers, sensitivities, strict=True):
+            terms.append(layer.term(sensitivity, total.detach()))
         rows.append(torch.stack(terms, 1))
         widths = [layer.width for layer in layers]
     return rows[0].new_tensor(widths), torch.cat(rows)
@@ -215,11 +225,14 @@ def _layer_terms(limit: Limit, placements: Placements) -> tuple[Tensor, Tensor]:
 
 @torch.enable_grad()
 def _hidden_layers(
-    limit: Limit, x: Tensor, placements: Placements
+    limit: Limit,
+    x: Tensor,
+    placements: Placements,
 ) -> tuple[list[_HiddenLayer], Tensor]:
     """Return the hidden layers of each input with itself, and the outputs' kernels ``(n,)``."""
     # One more pooling than there is keeps all pairs of pixels to the end.
-    poolings = 1 + count_poolings(nn.ModuleList([module for _, module in limit.steps]))
+    modules = nn.ModuleList([module for _, module in limit.steps])
+    poolings = 1 + count_poolings(modules)
     facts = Pass(placements=placements, recording=[], tracked=False)
     state = State(Moments(), inputs=(x, x), poolings=poolings, facts=facts)
     layers: list[_HiddenLayer] = []
@@ -230,12 +243,18 @@ def _hidden_layers(
         parts = [part for part in module.modules() if isinstance(part, nn.Linear | _ConvNd)]
         is_activation = not parts and state.depth > before.depth and before.layout != DIAGONAL
         if is_activation:
-            layer = _HiddenLayer(width, module, before.covariance, state.covariance, before.pre)
+            layer = _HiddenLayer(
+                width=width,
+                activation=module,
+                covariance=before.covariance,
+                kernel=state.covariance,
+                pre=before.pre,
+            )
             layers.append(layer)
         if len(facts.recording or ()) != len(layers) or (parts and before.gaussian):
             raise TypeError(
-                f"no fluctuation is known at {describe(module, path)}: expected layers and "
-                "activations by turns, and activations before nn.Flatten()"
+                f"the fluctuation at {describe(module, path)} is not known: layers and activations "
+                "must alternate, and activations must come before nn.Flatten()."
             )
         if parts:
             width = parts[0].weight.shape[0]

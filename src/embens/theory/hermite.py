@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _REACH = 12.0  # exp(-REACH² / 4) is below the rounding error
-_HELD_NUMBERS = 2**23  # products of coefficients in memory at once
+_MAX_ENTRIES = 2**23  # products of coefficients in memory at once
 
 
 def sum_over_nodes(weights: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -36,7 +36,10 @@ def _pad_axes(coefficients: Tensor, axes: int) -> Tensor:
 
 
 def sum_series(
-    weights: Tensor, first: Tensor, second: Tensor, rho: Tensor
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rho: Tensor,
 ) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\sum_n s_n \rho^{n+1} / (n+1)` and :math:`\sum_n s_n \rho^n`.
 
@@ -45,7 +48,7 @@ def sum_series(
     """
     integral = torch.zeros_like(rho)
     total = torch.zeros_like(rho)
-    chunk = max(1, _HELD_NUMBERS // max(1, rho.numel()))
+    chunk = max(1, _MAX_ENTRIES // max(1, rho.numel()))
     for stop in range(len(first), 0, -chunk):
         start = max(0, stop - chunk)
         products = sum_over_nodes(weights, first[start:stop], second[start:stop])
@@ -62,7 +65,8 @@ def times_g(slopes: Tensor) -> Tensor:
     n = torch.arange(count, dtype=slopes.dtype, device=slopes.device)
     n = n.reshape(-1, *(1,) * (slopes.dim() - 1))
     above = (n + 1).sqrt() * slopes[1:]
-    below = torch.cat([torch.zeros_like(slopes[:1]), n[1:].sqrt() * slopes[: count - 1]])
+    zero = torch.zeros_like(slopes[:1])
+    below = torch.cat([zero, n[1:].sqrt() * slopes[: count - 1]])
     return above + below
 
 
@@ -91,5 +95,6 @@ def weighted_hermite(terms: int) -> Tensor:
     values[0] = torch.exp(-(points**2) / 4)
     values[1] = points * values[0]
     for n in range(1, terms - 1):
-        values[n + 1] = (points * values[n] - math.sqrt(n) * values[n - 1]) / math.sqrt(n + 1)
+        next_values = points * values[n] - math.sqrt(n) * values[n - 1]
+        values[n + 1] = next_values / math.sqrt(n + 1)
     return values * (weights * torch.exp(points**2 / 4))

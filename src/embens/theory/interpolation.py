@@ -2,8 +2,8 @@ r"""Chebyshev interpolation of expectations in the variances and the correlation
 
 The series of :mod:`embens.theory.quadrature` are exact but slow: a kernel has many entries, and
 each of them sums hundreds of terms at up to a hundred values of the modulation. The sums depend on
-three numbers only, the roots :math:`r_1, r_2` of the variances and the correlation :math:`\rho`. A
-:class:`Table` interpolates them by Chebyshev polynomials in three variables,
+three variables only, the roots :math:`r_1, r_2` of the variances and the correlation :math:`\rho`.
+A :class:`Table` interpolates them by Chebyshev polynomials in three variables,
 
 .. math::
     s = \log(1 + \kappa r_i), \qquad
@@ -28,7 +28,7 @@ from embens.theory.expectations import roots
 ROUNDING = 1e-13
 """Relative size of the last Chebyshev coefficients at which a series is long enough."""
 
-_HELD_NUMBERS = 2**20  # coefficients in memory at once
+_MAX_ENTRIES = 2**20  # coefficients in memory at once
 
 
 def chebyshev_nodes(count: int) -> Tensor:
@@ -85,7 +85,8 @@ class RootAxis:
 
     def nodes(self) -> Tensor:
         """Return the roots at the nodes, from ``high`` to 0."""
-        s = (chebyshev_nodes(self.count) + 1) / 2 * math.log1p(self.scale * self.high)
+        unit = (chebyshev_nodes(self.count) + 1) / 2
+        s = unit * math.log1p(self.scale * self.high)
         return (torch.expm1(s) / self.scale).clamp(0, self.high)
 
     def polynomials(self, root: Tensor) -> Tensor:
@@ -151,7 +152,12 @@ class Table:
     between: Sums
 
     def same(
-        self, q1: Tensor, q2: Tensor, c: Tensor, *, with_h: bool = True
+        self,
+        q1: Tensor,
+        q2: Tensor,
+        c: Tensor,
+        *,
+        with_h: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute F, G and H within a member; see :meth:`embens.theory.Dual.same`."""
         return self._evaluate(self.within, q1, q2, c, with_h=with_h)
@@ -161,14 +167,21 @@ class Table:
         return self._evaluate(self.between, q1, q2, c, with_h=False)[:2]
 
     def _evaluate(
-        self, sums: Sums, q1: Tensor, q2: Tensor, c: Tensor, *, with_h: bool
+        self,
+        sums: Sums,
+        q1: Tensor,
+        q2: Tensor,
+        c: Tensor,
+        *,
+        with_h: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         (root1, root2), rho = normalise(q1, q2, c)
         t = self.correlation_axis.to_unit(rho)
         first = self.root_axis.polynomials(root1)
         second = self.root_axis.polynomials(root2)
         size = root1 * root2
-        f = evaluate(sums.f_start, first, second, t) + size * evaluate(sums.f, first, second, t)
+        f_start = evaluate(sums.f_start, first, second, t)
+        f = f_start + size * evaluate(sums.f, first, second, t)
         g = evaluate(sums.g, first, second, t)
         if not with_h:
             return f.to(c.dtype), g.to(c.dtype), None
@@ -218,8 +231,10 @@ def evaluate(coefficients: Tensor, first: Tensor, second: Tensor, t: Tensor) -> 
     # Clenshaw's recurrence, from the highest degree down.
     value = next_value = torch.zeros_like(t)
     twice = 2 * t
-    for part in reversed(rows.split(max(1, _HELD_NUMBERS // max(1, t.numel())))):
+    for part in reversed(rows.split(max(1, _MAX_ENTRIES // max(1, t.numel())))):
         entries = torch.einsum("d...k,...k->d...", part, second)
         for entry in reversed(entries.unbind()):
-            value, next_value = torch.addcmul(entry - next_value, twice, value), value
+            previous = value
+            value = torch.addcmul(entry - next_value, twice, value)
+            next_value = previous
     return value - t * next_value

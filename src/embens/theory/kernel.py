@@ -1,8 +1,8 @@
 r"""Kernels of an ensemble: two blocks for any number of members.
 
-Members that are drawn alike are exchangeable. So a covariance over members and inputs has only two
-different blocks, ``same`` (a member with itself) and ``cross`` (two members), whatever the number
-of members. With input or output modulations members are not exchangeable. Kernels are then
+Members with the same distribution are exchangeable. So a covariance over members and inputs has
+only two different blocks for any number of members, ``same`` (a member with itself) and ``cross``
+(two members). With input or output modulations members are not exchangeable. Kernels are then
 conditional on the drawn values: ``same`` is ``(member, n1, n2)`` and ``cross`` is ``(member,
 member, n1, n2)`` with ``same`` on its diagonal.
 """
@@ -87,7 +87,7 @@ class MemberKernel:
 
     @property
     def conditional(self) -> bool:
-        """Whether the kernel is conditional on the drawn values of members."""
+        """True if the kernel is conditional on the drawn values of members."""
         return self.same.dim() > 2
 
     def require_exchangeable(self, caller: str) -> None:
@@ -102,8 +102,8 @@ class MemberKernel:
         if self.conditional:
             raise ValueError(
                 f"{caller} does not apply: it needs exchangeable members, and this kernel is "
-                "conditional on drawn input or output modulations, which make every member a "
-                "different one. Use sites='hidden', or the blocks of `.dense(members)`."
+                "conditional on drawn input or output modulations. Use sites='hidden', or the "
+                "blocks of `.dense(members)`."
             )
 
 
@@ -148,10 +148,15 @@ class Kernels:
             The kernel with blocks as in these kernels.
         """
         scale = resolve_gamma(
-            self, members, gamma, shared_rate=shared_rate, individual_rate=individual_rate
+            self,
+            members,
+            gamma,
+            shared_rate=shared_rate,
+            individual_rate=individual_rate,
         )
         factor = shared_rate * scale / members
-        shared, individual = self.ntk_shared, self.ntk_individual
+        shared = self.ntk_shared
+        individual = self.ntk_individual
         return MemberKernel(
             same=factor * shared.same + individual_rate * individual.same,
             cross=factor * shared.cross + individual_rate * individual.cross,
@@ -159,7 +164,7 @@ class Kernels:
 
     @property
     def conditional(self) -> bool:
-        """Whether the kernels are conditional on the drawn values of members."""
+        """True if the kernels are conditional on the drawn values of members."""
         return self.nngp.conditional
 
     @property
@@ -221,7 +226,11 @@ def zero_cross(same: Tensor) -> Tensor:
 
 
 def natural_gamma(
-    kernels: Kernels, members: int = 8, *, shared_rate: float = 1.0, individual_rate: float = 1.0
+    kernels: Kernels,
+    members: int = 8,
+    *,
+    shared_rate: float = 1.0,
+    individual_rate: float = 1.0,
 ) -> float:
     r"""Compute the gradient scale at which M members train as fast as one.
 
@@ -261,12 +270,13 @@ def natural_gamma(
     check_rates(shared_rate=shared_rate, individual_rate=individual_rate)
     shared = kernels.ntk_shared
     shared.require_exchangeable("natural_gamma")
-    same, cross = shared.same.double(), shared.cross.double()
+    same = shared.same.double()
+    cross = shared.cross.double()
     if same.shape[0] != same.shape[1] or not torch.allclose(same, same.mT, rtol=1e-6):
         raise ValueError(
-            "natural_gamma needs kernels of inputs with themselves, which are symmetric; got "
-            f"other ones, of shape {tuple(same.shape)}. Pass gamma as a number, or the natural "
-            "one of the train data's kernels."
+            "natural_gamma needs kernels of inputs with themselves, which are symmetric; got a "
+            f"kernel of shape {tuple(same.shape)} that is not. Pass gamma as a number, or "
+            "natural_gamma of the train data's kernels."
         )
     if not cross.any() or not shared_rate:
         return float(members)
@@ -319,7 +329,7 @@ def resolve_gamma(kernels: Kernels, members: int, gamma: Gamma = None, **rates: 
 
 
 def check_rates(**rates: float) -> None:
-    """Raise unless all rates are finite numbers >= 0."""
+    """Raise unless all rates are finite and >= 0."""
     for name, rate in rates.items():
         check_number(name, rate, "a number >= 0", lambda x: x >= 0)
 

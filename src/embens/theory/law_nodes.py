@@ -34,8 +34,10 @@ class LawNodes:
 
     def rows(self) -> list[tuple[float, float, float]]:
         """Return size, weight of the positive and weight of the negative sign of each node."""
-        columns = self.sizes.tolist(), self.plus.tolist(), self.minus.tolist()
-        return list(zip(*columns, strict=True))
+        sizes = self.sizes.tolist()
+        plus = self.plus.tolist()
+        minus = self.minus.tolist()
+        return list(zip(sizes, plus, minus, strict=True))
 
     def select(self, mask: Tensor) -> LawNodes:
         """Return the nodes at which a boolean mask, ``(node,)``, is true."""
@@ -43,12 +45,18 @@ class LawNodes:
 
     def split(self, size: int) -> list[LawNodes]:
         """Return the nodes in groups of at most ``size``."""
-        columns = self.sizes.split(size), self.plus.split(size), self.minus.split(size)
-        return [LawNodes(*part) for part in zip(*columns, strict=True)]
+        sizes = self.sizes.split(size)
+        plus = self.plus.split(size)
+        minus = self.minus.split(size)
+        return [LawNodes(*part) for part in zip(sizes, plus, minus, strict=True)]
 
     def to(self, device: torch.device) -> LawNodes:
         """Return the nodes on another device."""
-        return LawNodes(self.sizes.to(device), self.plus.to(device), self.minus.to(device))
+        return LawNodes(
+            self.sizes.to(device),
+            self.plus.to(device),
+            self.minus.to(device),
+        )
 
 
 def law_nodes(law: Law | None, width: float, fineness: int = 1) -> LawNodes:
@@ -56,7 +64,7 @@ def law_nodes(law: Law | None, width: float, fineness: int = 1) -> LawNodes:
 
     Args:
         law: Distribution of the modulation; None means the constant 1.
-        width: Size of v at which the integrand changes; used for normal laws only.
+        width: Scale of v on which the integrand varies; used for normal laws only.
         fineness: Factor by which the nodes are denser than usual.
 
     Example:
@@ -76,10 +84,10 @@ def law_nodes(law: Law | None, width: float, fineness: int = 1) -> LawNodes:
     plus = torch.zeros_like(sizes).index_add_(0, index, weights * (values >= 0))
     minus = torch.zeros_like(sizes).index_add_(0, index, weights * (values < 0))
     # Symmetric laws get equal weights to the last bit: odd activations then average to exactly 0.
-    both = plus + minus
-    symmetric = (plus - minus).abs() <= 1e-14 * both
-    plus = torch.where(symmetric, both / 2, plus)
-    minus = torch.where(symmetric, both / 2, minus)
+    total = plus + minus
+    symmetric = (plus - minus).abs() <= 1e-14 * total
+    plus = torch.where(symmetric, total / 2, plus)
+    minus = torch.where(symmetric, total / 2, minus)
     return LawNodes(sizes, plus, minus)
 
 
@@ -111,5 +119,5 @@ def _normal_density(x: Tensor, mean: float, std: float) -> Tensor:
 
 
 def is_normal(law: Law | None) -> bool:
-    """Return whether a law is normal with a positive variance."""
+    """Return True if a law is normal with a positive variance."""
     return isinstance(law, Normal | Shifted) and law.std > 0

@@ -25,6 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.theory.ensembles import (
+    data_flow,
     has_repeated_members,
     per_member,
     plain_reference,
@@ -32,12 +33,14 @@ from embens.theory.ensembles import (
 )
 from embens.theory.expectations import Dual
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
-from embens.theory.moments import DIAGONAL, MEASURE, Moments, Pass, Recorded, State, describe
+from embens.theory.moments import DIAGONAL, MEASURE, Pass, Recorded, State, describe
+from embens.theory.normalisation import normalise  # noqa: F401 (registers rules)
 from embens.theory.pixels import count_poolings
 from embens.theory.placement import SHARED, Modulation, Placement, find_placements
 from embens.theory.recursion import has_rule, propagate, steps, unknown
+from embens.theory.walk import ALL_PAIRS, Walk, mixes_pixels_anywhere, start_state
 
-_RECORD_NUMBERS = 2**22  # entries of one kernel in the pass of every input with itself
+_RECORD_ENTRIES = 2**22  # entries of one kernel in the pass of every input with itself
 
 
 class Limit:
@@ -51,11 +54,11 @@ class Limit:
 
     Attributes:
         steps: Names and modules of the network, from the first layer on.
-        placements: What the ensemble does at each layer.
-        separate: Whether members are separate networks.
-        conditional: Whether kernels are conditional on drawn input or output modulations.
-        symmetric: Whether ``x1`` and ``x2`` are equal.
-        shape: Numbers of inputs, ``(n1, n2)``.
+        placements: Modulations and copies at each layer.
+        separate: True if members are separate networks.
+        conditional: True if kernels are conditional on drawn input or output modulations.
+        symmetric: True if ``x1`` and ``x2`` are equal.
+        shape: Number of inputs in both sets, ``(n1, n2)``.
 
     Raises:
         TypeError: If the limit of a module is not known, or an argument has a wrong type.
@@ -87,16 +90,41 @@ class Limit:
             else:
                 network = plain_reference(ensemble)
                 self.placements = find_placements(ensemble, network)
-        self._preprocessing, self.steps = _split(network)
-        self._poolings = count_poolings(nn.ModuleList([module for _, module in self.steps]))
+        self.walk: Walk | None = None
+        if _is_chain(network):
+            self._preprocessing, self.steps = _split(network)
+            modules = nn.ModuleList([module for _, module in self.steps])
+            self._poolings = count_poolings(modules)
+        else:
+            self._preprocessing = []
+            self.walk = Walk(network, x1[:1])
+            self.steps = self.walk.layers
+            mixes = mixes_pixels_anywhere(self.walk.nodes, network)
+            self._poolings = ALL_PAIRS if mixes else 0
+            self._require_hidden_modulations(network)
         self._read_conditions(ensemble)
         self._prepare_inputs(x1, x2)
         self._prepare_activations()
 
+    def _require_hidden_modulations(self, network: nn.Module) -> None:
+        """Raise where inputs or outputs of custom code are modulated."""
+        flow = data_flow(network)
+        for name, module in network.named_modules():
+            placement = self.placements.get(module, SHARED)
+            is_input = name in flow.first and placement.post is not None
+            is_output = name in flow.last and placement.pre is not None
+            if is_input or is_output:
+                raise TypeError(
+                    f"{describe(module, name)} has modulated inputs or outputs of the network, "
+                    "whose limit is known for nn.Sequential only. Use sites='hidden'. " + MEASURE
+                )
+
     def _read_conditions(self, ensemble: EmbeddedEnsemble | nn.Module) -> None:
         """Look up the drawn values of input and output modulations."""
-        first = self.placements.get(self.steps[0][1], SHARED)
-        last = self.placements.get(self.steps[-1][1], SHARED)
+        first = last = SHARED
+        if self.walk is None:
+            first = self.placements.get(self.steps[0][1], SHARED)
+            last = self.placements.get(self.steps[-1][1], SHARED)
         self._input_post = first.post
         self._output_pre = last.pre
         self.conditional = self._input_post is not None or self._output_pre is not None
@@ -147,8 +175,11 @@ class Limit:
     @property
     def numbers(self) -> int:
         """Number of entries that one pair of inputs has in the largest kernel of a layer."""
-        spatial = _pixel_axes(_first_layer(self.steps[0][1]))
-        pixels = self.x1.shape[2 : 2 + spatial].numel()
+        if self.walk is not None:
+            pixels = self.walk.largest_image
+        else:
+            spatial = _pixel_axes(_first_layer(self.steps[0][1]))
+            pixels = self.x1.shape[2 : 2 + spatial].numel()
         entries = pixels**2 if self._poolings else pixels
         members = 1 if self._input_values is None else len(self._input_values)
         return members**2 * entries
@@ -164,6 +195,8 @@ class Limit:
             frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
             placements = [self.placements.get(part, SHARED) for part in module.modules()]
             network.append((path, module, frozen, placements))
+        if self.walk is not None:
+            more = (*more, *(node.format_node() for node in self.walk.nodes))
         digest = hashlib.sha256(str((network, self.separate, more)).encode())
         for tensor in (self.x1, self._x2, self._input_values, self._output_values):
             if tensor is None:
@@ -177,10 +210,11 @@ class Limit:
         """Return the kernels of some inputs.
 
         Args:
-            rows: Which of ``x1``.
-            columns: Which of ``x2``.
+            rows: Slice of ``x1``.
+            columns: Slice of ``x2``.
         """
-        x1, x2 = self.x1[rows], self._x2[columns]
+        x1 = self.x1[rows]
+        x2 = self._x2[columns]
         same_rows = rows.indices(self.shape[0]) == columns.indices(self.shape[1])
         members = (slice(None),) * self._member_axes
         facts = self._facts(
@@ -211,6 +245,8 @@ class Limit:
         x = x.detach().to(self.dtype)
         for module in self._preprocessing:
             x = module(x)
+        if self.walk is not None:
+            return x
         path, module = self.steps[0]
         layer = _first_layer(module)
         if layer is not module:
@@ -234,9 +270,12 @@ class Limit:
 
     def _run(self, x1: Tensor, x2: Tensor, facts: Pass) -> State:
         """Pass inputs through all modules; return the state of the outputs, without pixels."""
-        state = State(Moments(None), inputs=(x1, x2), poolings=self._poolings, facts=facts)
-        for path, module in self.steps:
-            state = propagate(module, state.replace(path=path))
+        state = start_state((x1, x2), self._poolings, facts)
+        if self.walk is not None:
+            state = self.walk.run(state)
+        else:
+            for path, module in self.steps:
+                state = propagate(module, state.replace(path=path))
         path, module = self.steps[-1]
         if not state.gaussian:
             raise TypeError(
@@ -257,17 +296,18 @@ class Limit:
 
     def _record(self, x: Tensor) -> list[Recorded]:
         """Return the variances of inputs at each activation, computed a few inputs at a time."""
-        size = max(1, _RECORD_NUMBERS // self.numbers)
+        size = max(1, _RECORD_ENTRIES // self.numbers)
         parts: list[list[Recorded]] = []
         for inputs in x.split(size, dim=self._member_axes):
             recording: list[Recorded] = []
-            self._run(inputs, inputs, self._facts(recording=recording, tracked=False))
+            facts = self._facts(recording=recording, tracked=False)
+            self._run(inputs, inputs, facts)
             parts.append(recording)
         records = []
         for of_activation in zip(*parts, strict=True):
-            variances = [recorded.variances for recorded in of_activation]
-            joined = torch.cat(variances, dim=self._member_axes)
-            records.append(of_activation[0]._replace(variances=joined))
+            chunks = [recorded.variances for recorded in of_activation]
+            variances = torch.cat(chunks, dim=self._member_axes)
+            records.append(of_activation[0]._replace(variances=variances))
         return records
 
     def _input_tangents(self, x1: Tensor, x2: Tensor) -> Tensor:
@@ -283,7 +323,8 @@ class Limit:
         u = self._input_values.to(x1)
 
         def covariance(u1: Tensor, u2: Tensor) -> Tensor:
-            inputs1, inputs2 = self._modulate(x1, u1), self._modulate(x2, u2)
+            inputs1 = self._modulate(x1, u1)
+            inputs2 = self._modulate(x2, u2)
             variances = (
                 [recorded.variances for recorded in self._record(inputs1)],
                 [recorded.variances for recorded in self._record(inputs2)],
@@ -295,7 +336,10 @@ class Limit:
             return torch.func.jvp(function, (u,), (direction,))[1]
 
         def mixed_slope(direction: Tensor) -> Tensor:
-            return slope(lambda u1: slope(partial(covariance, u1), direction), direction)
+            def inner_slope(u1: Tensor) -> Tensor:
+                return slope(partial(covariance, u1), direction)
+
+            return slope(inner_slope, direction)
 
         site = self._input_post.site
         channels = torch.eye(site.size, dtype=u.dtype, device=u.device)
@@ -307,7 +351,8 @@ class Limit:
 
     def _kernels(self, state: State, *, symmetric: bool) -> Kernels:
         """Return the kernels of the outputs; ``symmetric`` to the last bit for equal inputs."""
-        zero = torch.zeros((), dtype=self.dtype, device=self.device).expand_as(state.covariance)
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        zero = zero.expand_as(state.covariance)
         same = state.same
         if self.separate:  # all parameters are individual, and nothing is shared
             nngp = _member_kernel(same.nngp, None, zero)
@@ -321,11 +366,16 @@ class Limit:
         if self.conditional:
             nngp, shared, individual = self._condition(nngp, shared, individual)
         if symmetric:
-            nngp, shared, individual = _symmetric(nngp), _symmetric(shared), _symmetric(individual)
+            nngp = _symmetric(nngp)
+            shared = _symmetric(shared)
+            individual = _symmetric(individual)
         return Kernels(nngp, shared, individual)
 
     def _condition(
-        self, nngp: MemberKernel, shared: MemberKernel, individual: MemberKernel
+        self,
+        nngp: MemberKernel,
+        shared: MemberKernel,
+        individual: MemberKernel,
     ) -> tuple[MemberKernel, MemberKernel, MemberKernel]:
         """Give kernels their member axes, and multiply them by drawn output modulations."""
         values = self._output_values if self._input_values is None else self._input_values
@@ -335,7 +385,8 @@ class Limit:
         if self._output_values is not None:
             v = self._output_values.to(weights)
             weights = v @ v.mT / v.shape[1]  # mean over outputs
-        diagonal = torch.eye(members, dtype=torch.bool, device=self.device)[:, :, None, None]
+        diagonal = torch.eye(members, dtype=torch.bool, device=self.device)
+        diagonal = diagonal[:, :, None, None]
 
         def condition(kernel: MemberKernel, more: Tensor | None = None) -> MemberKernel:
             same = weights.diagonal()[:, None, None] * kernel.same
@@ -347,24 +398,46 @@ class Limit:
         output_tangents = None
         if self._output_pre is not None and self._output_pre.trainable:
             output_tangents = nngp.same
-        return condition(nngp), condition(shared), condition(individual, output_tangents)
+        return (
+            condition(nngp),
+            condition(shared),
+            condition(individual, output_tangents),
+        )
 
 
 def _require_limit(ensemble: EmbeddedEnsemble) -> None:
     """Raise where members are not independent draws of one initialisation."""
     if has_repeated_members(ensemble):
         raise ValueError(
-            "some members of this ensemble are the same, so that pairs of members are not "
-            "alike; take the ensemble that they were chosen from"
+            "some members of this ensemble are equal, so members are not exchangeable. Use the "
+            "ensemble from which the subset was made."
         )
     if not ensemble.spec.separate:
         return
     for item in per_member(ensemble):
         if item.tensors and not item.drawn:
             raise ValueError(
-                "the limit is that of members which begin as draws of their own; these are "
-                "networks that there were before. Take embens.independent(reference, members)."
+                "the limit needs members that are independent draws of an initialisation; these "
+                "are copies of given networks. Use embens.independent(reference, members)."
             )
+
+
+def _is_chain(network: nn.Module) -> bool:
+    """Return True if a network is layers and activations in ``nn.Sequential``, without code."""
+    if has_rule(network) and not isinstance(network, nn.Sequential):
+        return True
+    for module in network.children() if isinstance(network, nn.Sequential) else [network]:
+        if isinstance(module, nn.Sequential):
+            if not has_rule(module) or not _is_chain(module):
+                return False
+        elif not has_rule(module) and any(True for _ in module.children()):
+            return False
+    return not isinstance(network, nn.Sequential) or _has_plain_forward(network)
+
+
+def _has_plain_forward(network: nn.Sequential) -> bool:
+    is_plain = type(network).forward is nn.Sequential.forward
+    return is_plain or propagate.dispatch(type(network)) is not propagate.dispatch(nn.Sequential)
 
 
 def _split(network: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn.Module]]]:
@@ -413,7 +486,9 @@ def _check_inputs(name: str, x: Any) -> None:
             f"{name} must be a real tensor; got {received}. Use torch.as_tensor({name})."
         )
     if x.dim() < 2 or not x.numel():
-        hint = f" For one input pass {name}[None]." if x.dim() == 1 and x.numel() else ""
+        hint = ""
+        if x.dim() == 1 and x.numel():
+            hint = f" For one input pass {name}[None]."
         raise ValueError(
             f"{name} must hold at least one input, (n, features…); got {tuple(x.shape)}.{hint}"
         )
@@ -422,7 +497,7 @@ def _check_inputs(name: str, x: Any) -> None:
 
 
 def _member_kernel(same: Tensor | None, cross: Tensor | None, zero: Tensor) -> MemberKernel:
-    """Return a kernel whose missing blocks are zero."""
+    """Return a kernel with zeros in place of missing blocks."""
     if same is None:
         same = zero
     if cross is None:
@@ -447,7 +522,7 @@ def _mean(block: Tensor, mirrored: Tensor) -> Tensor:
 
 @cache
 def _load_derivative_rules() -> None:
-    """Import what ``torch.func.jvp`` imports at its first call, without its deprecation warning."""
+    """Call ``torch.func.jvp`` once, to suppress the deprecation warning of its first call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.func.jvp(torch.sqrt, (torch.ones(()),), (torch.ones(()),))

@@ -50,7 +50,7 @@ class Moments(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What the first pass records of an activation.
+    """Record of an activation in the first pass.
 
     Attributes:
         dual: Expectations of the activation.
@@ -68,13 +68,13 @@ class Pass:
     """Facts that stay the same during one pass through the network.
 
     Attributes:
-        placements: What the ensemble does at each layer of the reference.
+        placements: Modulations and copies at each layer of the reference.
         variances: Variances of ``x1`` and of ``x2`` before each activation.
         duals: Duals of these activations, prepared for the variances.
         recording: List to append to in the pass of every input with itself; None otherwise.
-        tracked: Whether tangent and cross kernels are computed, besides the covariance.
-        aligned: Whether the i-th input of ``x1`` is the i-th input of ``x2``.
-        input_members: Whether inputs have a member axis, multiplied by drawn modulations.
+        tracked: Compute tangent and cross kernels as well as the covariance.
+        aligned: True if the i-th input of ``x1`` is the i-th input of ``x2``.
+        input_members: True if inputs have a member axis, multiplied by drawn modulations.
     """
 
     placements: Mapping[nn.Module, Placement] = field(default_factory=dict)
@@ -100,10 +100,19 @@ class State:
         layout: ``PAIRS`` or ``DIAGONAL`` where there are pixels.
         spatial: Number of pixel axes of one input.
         poolings: Number of poolings that are still to come.
-        gaussian: Whether units are Gaussian, as the input of an activation must be.
+        gaussian: True if units are Gaussian, as the input of an activation must be.
         pre: Pre-activation modulation that waits for the next activation.
         inputs: The inputs themselves, before the first layer.
-        flat: Whether an ``nn.Flatten`` turned pixels into features.
+        flat: True if an ``nn.Flatten`` turned pixels into features.
+        features_last: True if pixels are tokens, ``(n, token, feature)``; False for images,
+            ``(n, channel, pixel…)``.
+        centred: True if units have mean 0.
+        mixed: True if units of two members are a mixture of Gaussians, as sums of streams with
+            random signs are.
+        trained_scale: Weight of trainable scales of units, such as those of LayerNorm, whose
+            tangents wait for the next activation.
+        uneven_tangents: True if tangents vary over units, so that an activation has no rule.
+        sources: Names of the layers that drew these units; disjoint streams are independent.
         path: Name of the module that comes next.
         facts: Facts of the whole pass.
     """
@@ -119,6 +128,12 @@ class State:
     pre: Modulation | None = None
     inputs: tuple[Tensor, Tensor] | None = None
     flat: bool = False
+    features_last: bool = False
+    centred: bool = False
+    mixed: bool = False
+    trained_scale: float = 0.0
+    uneven_tangents: bool = False
+    sources: frozenset[str] = frozenset()
     path: str = ""
     facts: Pass = Pass()
 
@@ -127,7 +142,7 @@ class State:
         return dataclasses.replace(self, **changes)
 
     def placement(self, module: nn.Module) -> Placement:
-        """Return what the ensemble does at a layer of the reference."""
+        """Return the modulations and copies at a layer of the reference."""
         return self.facts.placements.get(module, SHARED)
 
     @property
@@ -172,7 +187,11 @@ class State:
         individual = None
         if self.individual is not None:
             individual = function(self.individual)
-        return self.replace(same=self.same.map(function), cross=cross, individual=individual)
+        return self.replace(
+            same=self.same.map(function),
+            cross=cross,
+            individual=individual,
+        )
 
 
 def describe(module: nn.Module, path: str) -> str:

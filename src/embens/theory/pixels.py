@@ -49,6 +49,8 @@ def pixel_map(layer: nn.Module, state: State) -> PixelMap:
     """
     if state.layout is None:
         return lambda kernel: kernel
+    if state.features_last:
+        return lambda kernel: kernel  # acts on each token
     if not state.flat:
         raise ValueError(
             f"{describe(layer, state.path)} comes after pixels: put nn.Flatten() before it, after "
@@ -61,11 +63,14 @@ def pixel_map(layer: nn.Module, state: State) -> PixelMap:
 @pixel_map.register
 def _(layer: _ConvNd, state: State) -> PixelMap:
     name = describe(layer, state.path)
-    if isinstance(layer, _ConvTransposeNd) or layer.groups != 1 or layer.padding_mode != "zeros":
+    is_transposed = isinstance(layer, _ConvTransposeNd)
+    if is_transposed or layer.padding_mode != "zeros":
         raise TypeError(
-            f"the infinite-width limit of {name} is not known: convolutions must have groups=1 "
-            f"and padding_mode='zeros', and not be transposed; got {layer}. {MEASURE}"
+            f"the infinite-width limit of {name} is not known: convolutions must have "
+            f"padding_mode='zeros', and not be transposed; got {layer}. {MEASURE}"
         )
+    if state.features_last:
+        raise ValueError(f"{name} needs channels before pixels; transpose the tokens first.")
     if len(state.pixels) != len(layer.kernel_size):
         raise ValueError(
             f"{name} expects {len(layer.kernel_size)} pixel axes; got {len(state.pixels)}."
@@ -86,6 +91,14 @@ def _(layer: _ConvNd, state: State) -> PixelMap:
         return kernel
 
     return convolve
+
+
+def is_depthwise(layer: nn.Module) -> bool:
+    """Return True for a convolution whose groups have one input channel each.
+
+    Other groups count as wide, so grouped convolutions have the kernels of ordinary ones.
+    """
+    return isinstance(layer, _ConvNd) and layer.groups == layer.in_channels > 1
 
 
 def _padding(layer: _ConvNd) -> list[tuple[int, int]]:
@@ -175,7 +188,7 @@ def pool(module: nn.Module, state: State, *, axes: int) -> State:
     if state.layout == DIAGONAL and mixing:
         raise ValueError(
             f"the pooling {state.path!r} comes where pairs of pixels were dropped, since no "
-            "pooling was found in the network. Use torch's own pooling modules."
+            "pooling was found in the network. Use the pooling modules of torch."
         )
 
     def average(kernel: Tensor) -> Tensor:
@@ -210,7 +223,7 @@ def _pool_pairs(module: nn.Module, kernel: Tensor, pixels: tuple[int, ...]) -> T
 
 
 def mixes_pixels(module: nn.Module) -> bool:
-    """Return whether an average pooling has a window of more than one pixel."""
+    """Return True if an average pooling has a window of more than one pixel."""
     sizes = getattr(module, "kernel_size", None)
     if sizes is None:  # adaptive poolings have no window
         return True
@@ -221,8 +234,11 @@ def mixes_pixels(module: nn.Module) -> bool:
 
 def count_poolings(network: nn.Module) -> int:
     """Return the number of modules of a network that average over pixels."""
-    poolings = [module for module in network.modules() if isinstance(module, tuple(AVERAGES))]
-    return sum(mixes_pixels(module) for module in poolings)
+    count = 0
+    for module in network.modules():
+        if isinstance(module, tuple(AVERAGES)) and mixes_pixels(module):
+            count += 1
+    return count
 
 
 def keep_diagonal(state: State) -> State:
@@ -243,6 +259,17 @@ def open_inputs(layer: nn.Module, state: State) -> State:
     assert state.inputs is not None
     x1, x2 = state.inputs
     spatial = len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
+    if isinstance(layer, _ConvNd) and layer.groups > 1:
+        raise TypeError(
+            f"{describe(layer, state.path)} has groups of the inputs, which are finitely many. Put "
+            f"a layer with groups=1 before it. {MEASURE}"
+        )
+    member_axes = int(state.facts.input_members)
+    features_last = not spatial and x1.dim() > 2 + member_axes
+    if features_last:
+        spatial = x1.dim() - 2 - member_axes
+        x1 = x1.movedim(-1, 1 + member_axes)
+        x2 = x2.movedim(-1, 1 + member_axes)
     channels = x1.shape[-1 - spatial]
     pixels = x1.shape[x1.dim() - spatial :]
     layout = None
@@ -263,7 +290,12 @@ def open_inputs(layer: nn.Module, state: State) -> State:
     if state.facts.input_members and state.facts.tracked:
         cross = cache(lambda: gram(x1.unsqueeze(1), x2.unsqueeze(0)))
     return state.replace(
-        same=gram(x1, x2), cross=cross, layout=layout, spatial=spatial, inputs=None
+        same=gram(x1, x2),
+        cross=cross,
+        layout=layout,
+        spatial=spatial,
+        features_last=features_last,
+        inputs=None,
     )
 
 

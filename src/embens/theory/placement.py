@@ -1,7 +1,7 @@
-"""Placement: what an ensemble does at each layer of its reference.
+"""Placement: the modulations and copies at each layer of the reference.
 
-The rules of :mod:`embens.theory.recursion` see modules of the plain reference. A placement tells
-them which modulations surround a layer, and whether members have copies of it.
+The rules of :mod:`embens.theory.recursion` see modules of the plain reference. A placement adds the
+modulations of a layer, and the kind of copies that members have of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Modulation:
 
     @property
     def trainable(self) -> bool:
-        """Whether the values are parameters rather than fixed or resampled masks."""
+        """True if the values are parameters, not fixed or resampled masks."""
         return self.site.trainable and not self.site.fresh
 
     @property
@@ -60,20 +60,20 @@ class Modulation:
 
     @property
     def differs_between_members(self) -> bool:
-        """Whether members draw different values."""
+        """True if members draw different values."""
         return differs_between_members(self.law)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What surrounds one layer of the reference.
+    """Modulations and copies of one layer of the reference.
 
     Attributes:
         pre: Modulation of the layer's output, before the activation.
         post: Modulation of the layer's input, after the activation before it.
-        copies: "drawn" or "copied" where every member has its own copy of the layer, with weights
-            drawn for each member or copied from the reference; "" where members share it.
-        low_rank: Whether the weights of members differ by matrices of low rank.
+        copies: "drawn" or "copied" where every member has a copy of the layer, with weights drawn
+            for each member or copied from the reference; "" where members share it.
+        low_rank: True if the weights of members differ by matrices of low rank.
     """
 
     pre: Modulation | None = None
@@ -93,11 +93,13 @@ def find_placements(ensemble: EmbeddedEnsemble, reference: nn.Module) -> dict[nn
 
     Args:
         ensemble: The ensemble.
-        reference: Its plain reference, whose modules are the keys of the result.
+        reference: Its plain reference; its modules are the keys of the result.
     """
     spec = ensemble.spec
     members = drawn_members(ensemble)
-    modulations = {(site.layer, site.kind): Modulation(site, members) for site in spec.sites}
+    modulations = {}
+    for site in spec.sites:
+        modulations[site.layer, site.kind] = Modulation(site, members)
     copies: dict[str, Literal["drawn", "copied"]] = {}
     for item in per_member(ensemble):
         if item.tensors:

@@ -76,7 +76,9 @@ class Problem:
         return cls((train.nngp, carry.nngp, test_nngp), ntk, members, scale)
 
     def draw(
-        self, outputs: int, generator: torch.Generator | None
+        self,
+        outputs: int,
+        generator: torch.Generator | None,
     ) -> tuple[Float[Tensor, "member n k"], Float[Tensor, "member test k"]]:
         """Draw outputs at initialisation on train and test data together.
 
@@ -109,9 +111,14 @@ class Problem:
             modes.append(torch.cat([above, below]))
         mean, deviation = modes
         draws = draw_members(
-            mean / self.members, deviation, self.members, (outputs,), generator=generator
+            mean / self.members,
+            deviation,
+            self.members,
+            (outputs,),
+            generator=generator,
         )
-        train_outputs, test_outputs = draws[0].split([len(train.same), len(test.same)], dim=1)
+        samples = [len(train.same), len(test.same)]
+        train_outputs, test_outputs = draws[0].split(samples, dim=1)
         return train_outputs, test_outputs
 
 
@@ -163,7 +170,11 @@ def _check_kernels(named: dict[str, Kernels], caller: str) -> None:
         kernels.nngp.require_exchangeable(caller)
     n = named["k_train_train"].nngp.same.shape[-1]
     test = named["k_test_train"].nngp.same.shape[-2]
-    shapes = {"k_train_train": (n, n), "k_test_train": (test, n), "k_test_test": (test, test)}
+    shapes = {
+        "k_train_train": (n, n),
+        "k_test_train": (test, n),
+        "k_test_test": (test, test),
+    }
     for name, kernels in named.items():
         for part, kernel in vars(kernels).items():
             _check_block(f"{name}.{part}.same", kernel.same, shapes[name])

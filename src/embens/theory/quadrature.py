@@ -19,7 +19,7 @@ Gauss–Hermite by several digits, because the poles of :math:`\phi(v z)` approa
     H = r_1 r_2 \sum_n d_n(x_1)\, d_n(x_2)\, \rho^n .
 
 Within a member these sums are averaged over :math:`v` by quadrature. Between members each factor is
-averaged on its own. There the sign of :math:`v` matters: changing it turns :math:`c_n` into
+averaged separately. There the sign of :math:`v` matters: changing it turns :math:`c_n` into
 :math:`(-1)^n c_n`.
 
 For each value of :math:`v` the number of terms is doubled until the series at :math:`\rho = 1` and
@@ -34,13 +34,14 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from embens.checks import warn
 from embens.laws import Law
 from embens.theory.expectations import Dual, differs_between_members
 from embens.theory.hermite import grid, sum_over_nodes, sum_series, times_g, weighted_hermite
@@ -60,11 +61,11 @@ WORST = 1e-4
 """Relative error above which no result is returned."""
 
 _TERMS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_HELD_NUMBERS = 2**23  # coefficients in memory at once
+_MAX_ENTRIES = 2**23  # coefficients in memory at once
 _ROOT_COUNTS = (8, 12, 16, 24, 32, 48, 64, 96)
 _CORRELATION_COUNTS = (33, 65, 129, 257, 513, 1025)
 _NEGLIGIBLE = 1e-15  # relative error of a node that gets fewer terms than others
-_HELD_TABLES = 32  # of one activation
+_MAX_TABLES = 32  # of one activation
 
 
 def largest_variance(q1: Tensor, q2: Tensor) -> float:
@@ -90,7 +91,7 @@ def largest_variance(q1: Tensor, q2: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Resolution:
-    """Nodes of the law and numbers of Hermite polynomials that reach the accuracy.
+    """Nodes of the law and Hermite polynomials per node that reach the accuracy.
 
     Large values of a modulation make an activation steep and need many terms; most values do not.
 
@@ -118,20 +119,45 @@ class Resolution:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the law has a single value."""
+        """True if the law has a single value."""
         nodes, _ = self.groups[0]
         return len(self.sizes) == 1 and not bool((nodes.plus * nodes.minus).any())
 
     def parts(self, roots: int, device: torch.device) -> Iterator[tuple[LawNodes, int]]:
-        """Yield nodes and terms, a few nodes at a time, if there are so many roots."""
+        """Yield nodes and terms, a few nodes at a time.
+
+        Args:
+            roots: Number of roots of variances; more roots need more memory per node.
+            device: Device of the nodes.
+        """
         for nodes, terms in self.groups:
-            count = _HELD_NUMBERS // (terms * max(1, roots))
+            count = _MAX_ENTRIES // (terms * max(1, roots))
             for part in nodes.to(device).split(max(1, count)):
                 yield part, terms
 
 
+class Evaluation(NamedTuple):
+    """An activation and its derivative at points x >= 0 and their mirror images.
+
+    Attributes:
+        even_values: φ(x) + φ(-x).
+        slopes: φ'(x).
+        mirrored_slopes: φ'(-x).
+    """
+
+    even_values: Tensor
+    slopes: Tensor
+    mirrored_slopes: Tensor
+
+    def slope_gram(self, weights: Tensor) -> Tensor:
+        """Integrate products of slopes at all pairs of roots, with weights of the points."""
+        positive = (self.slopes * weights) @ self.slopes.mT
+        negative = (self.mirrored_slopes * weights) @ self.mirrored_slopes.mT
+        return positive + negative
+
+
 class Smooth(Dual):
-    """Dual of a smooth function that acts on each number separately.
+    """Dual of a smooth elementwise function.
 
     Args:
         function: The activation, differentiable by torch.
@@ -168,11 +194,17 @@ class Smooth(Dual):
         with torch.inference_mode(False), torch.no_grad():
             table = self._build_table(q_max, law)
         self._tables.insert(0, (q_max, law, table))
-        del self._tables[_HELD_TABLES:]
+        del self._tables[_MAX_TABLES:]
         return table
 
     def same(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
+        self,
+        q1: Tensor,
+        q2: Tensor,
+        c: Tensor,
+        law: Law | None,
+        *,
+        with_h: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._table is not None:
             return self._table.same(q1, q2, c, with_h=with_h)
@@ -180,7 +212,8 @@ class Smooth(Dual):
         dtype = c.dtype
         (root1, root2), rho = normalise(q1, q2, c)
         start = f = g = h = torch.zeros_like(rho)
-        for part, terms in resolution.parts(max(root1.numel(), root2.numel()), c.device):
+        root_count = max(root1.numel(), root2.numel())
+        for part, terms in resolution.parts(root_count, c.device):
             mean1, slopes1 = self._coefficients(part.sizes, root1, terms)
             mean2, slopes2 = self._coefficients(part.sizes, root2, terms)
             start = start + sum_over_nodes(part.both, mean1[None], mean2[None])[0]
@@ -192,14 +225,16 @@ class Smooth(Dual):
                 h = h + sum_series(part.both, raised1, raised2, rho)[1]
         size = root1 * root2
         f = start + size * f
-        return f.to(dtype), g.to(dtype), (size * h).to(dtype) if with_h else None
+        if not with_h:
+            return f.to(dtype), g.to(dtype), None
+        return f.to(dtype), g.to(dtype), (size * h).to(dtype)
 
     def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
         if self._table is not None:
             return self._table.cross(q1, q2, c)
         resolution = self.resolve(largest_variance(q1, q2), law)
         if resolution.is_constant:
-            # One value for all members: the same numbers as within a member, to the last bit.
+            # One value for all members: the same result as within a member, to the last bit.
             return self.same(q1, q2, c, law, with_h=False)[:2]
         (root1, root2), rho = normalise(q1, q2, c)
         mean1, slopes1 = self._averaged_coefficients(resolution, root1)
@@ -219,7 +254,8 @@ class Smooth(Dual):
             series.append(self._series_between(roots, resolution))
         floor = series[0].floor()
         # Singularities of the activation are about 1 away from the real axis.
-        largest = root_axis.high * min(7 * resolution.deviation, float(resolution.sizes.max()))
+        largest_size = min(7 * resolution.deviation, float(resolution.sizes.max()))
+        largest = root_axis.high * largest_size
         correlation_axis = CorrelationAxis(margin=1 / (1 + 4 * largest**2), count=0)
         error = math.inf
         for count in _CORRELATION_COUNTS:
@@ -231,7 +267,12 @@ class Smooth(Dual):
         error = max(error, *(root_error(part, floor) for part in series))
         self._judge(error, q_max, law)
         tabulated = [tabulate(part, correlation_axis.nodes()) for part in series]
-        return Table(root_axis, correlation_axis, within=tabulated[0], between=tabulated[-1])
+        return Table(
+            root_axis,
+            correlation_axis,
+            within=tabulated[0],
+            between=tabulated[-1],
+        )
 
     def _root_axis(self, high: float, resolution: Resolution) -> RootAxis:
         """Choose the nodes of roots by direct integration at correlation 1, which is fast."""
@@ -253,13 +294,14 @@ class Smooth(Dual):
             The expectations at all pairs of roots and correlation 1, ``(3, root, root)``.
         """
         points, weights = grid(terms)
-        values, right, left = self._evaluate(nodes.sizes[:, None, None] * roots[:, None] * points)
-        means = values @ weights
-        g = (right * weights) @ right.mT + (left * weights) @ left.mT
-        weights = weights * points**2
-        h = (right * weights) @ right.mT + (left * weights) @ left.mT
-        moments = [means[:, :, None] * means[:, None], nodes.sizes[:, None, None] ** 2 * g, h]
-        return torch.stack([torch.tensordot(nodes.both, part, 1) for part in moments])
+        sizes = nodes.sizes[:, None, None]
+        evaluated = self._evaluate(sizes * roots[:, None] * points)
+        means = evaluated.even_values @ weights
+        products_of_means = means[:, :, None] * means[:, None]
+        g = evaluated.slope_gram(weights)
+        h = evaluated.slope_gram(weights * points**2)
+        moments = [products_of_means, sizes**2 * g, h]
+        return torch.stack([torch.tensordot(nodes.both, moment, 1) for moment in moments])
 
     def _series_within(self, roots: Tensor, resolution: Resolution) -> Series:
         """Return products of coefficients within a member, averaged over v."""
@@ -290,7 +332,8 @@ class Smooth(Dual):
         root = torch.tensor([math.sqrt(q_max)], dtype=torch.float64, device="cpu")
         width = 0.1 / math.sqrt(q_max)
         with torch.no_grad():
-            exact = self._second_moments(root, law_nodes(law, width, fineness=2)).sum(1)
+            fine_nodes = law_nodes(law, width, fineness=2)
+            exact = self._second_moments(root, fine_nodes).sum(1)
             if not exact.isfinite().all():
                 raise ValueError(
                     f"{self.name} is not finite, or grows too fast, for the arguments that a "
@@ -324,7 +367,7 @@ class Smooth(Dual):
         They are integrated directly, or summed from the first ``terms`` coefficients.
 
         Returns:
-            What each node contributes, ``(2, node)``.
+            The contribution of each node, ``(2, node)``.
         """
         if terms:
             _, slopes = self._coefficients(nodes.sizes, root, terms)
@@ -332,11 +375,13 @@ class Smooth(Dual):
             raised_squares = times_g(slopes).square().sum(0)[:, 0]
         else:
             points, weights = grid(4 * _TERMS[-1])
-            _, right, left = self._evaluate(nodes.sizes[:, None] * root * points)
-            total = right**2 + left**2
+            evaluated = self._evaluate(nodes.sizes[:, None] * root * points)
+            total = evaluated.slopes**2 + evaluated.mirrored_slopes**2
             squares = total @ weights
             raised_squares = total @ (weights * points**2)
-        return torch.stack([nodes.both * nodes.sizes**2 * squares, nodes.both * raised_squares])
+        g_terms = nodes.both * nodes.sizes**2 * squares
+        h_terms = nodes.both * raised_squares
+        return torch.stack([g_terms, h_terms])
 
     def _coefficients(self, sizes: Tensor, root: Tensor, terms: int) -> tuple[Tensor, Tensor]:
         """Return a(x) and c_n(x) at x = size · root, ``(node, *root)`` and ``(n, node, *root)``."""
@@ -346,10 +391,12 @@ class Smooth(Dual):
         x = sizes.reshape(-1, *(1,) * root.dim()) * root
         # The grid has points g >= 0 only: φ'(xg) + φ'(-xg) has the coefficients of even n, and
         # the difference those of odd n.
-        even_values, right, left = self._evaluate(x[..., None] * points)
-        mean = even_values @ weights
-        even = torch.tensordot(hermite[0::2], right + left, ([1], [x.dim()]))
-        odd = torch.tensordot(hermite[1::2], right - left, ([1], [x.dim()]))
+        evaluated = self._evaluate(x[..., None] * points)
+        mean = evaluated.even_values @ weights
+        even_slopes = evaluated.slopes + evaluated.mirrored_slopes
+        odd_slopes = evaluated.slopes - evaluated.mirrored_slopes
+        even = torch.tensordot(hermite[0::2], even_slopes, ([1], [x.dim()]))
+        odd = torch.tensordot(hermite[1::2], odd_slopes, ([1], [x.dim()]))
         return mean, torch.stack([even, odd], dim=1).flatten(0, 1)
 
     def _averaged_coefficients(self, resolution: Resolution, root: Tensor) -> tuple[Tensor, Tensor]:
@@ -366,30 +413,29 @@ class Smooth(Dual):
             slopes = torch.cat([slopes[:terms] + part_slopes, slopes[terms:]])
         return mean, slopes
 
-    def _evaluate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return φ(x) + φ(-x), φ'(x) and φ'(-x)."""
+    def _evaluate(self, x: Tensor) -> Evaluation:
+        """Evaluate the activation and its derivative at x and -x."""
         with torch.inference_mode(False):
             arguments = torch.stack([x, -x])
             # `vjp`, unlike `autograd.grad`, can be differentiated again in every way.
             values, pull_back = torch.func.vjp(self.function, arguments)
             (slopes,) = pull_back(torch.ones_like(values))
-        return values[0] + values[1], slopes[0], slopes[1]
+        return Evaluation(values[0] + values[1], slopes[0], slopes[1])
 
     def _judge(self, error: float, q_max: float, law: Law | None) -> None:
         subject = f"expectations of {self.name} for variances up to {q_max:.3g} with {law}"
         if not error < WORST:
             raise ValueError(
-                f"{subject} must be accurate to {WORST:g} at least; reached was {error:.1g}. "
+                f"{subject} must have a relative error below {WORST:g}; got {error:.1g}. "
                 "Standardise the inputs or use a smaller weight_std; for an activation with a "
-                "kink, or a very steep one, register a dual of your own."
+                "kink, or a very steep one, register a Dual."
             )
         if error > ACCURACY:
-            warnings.warn(
+            warn(
                 f"{subject} are accurate to {error:.1g} only, not {ACCURACY:g}. If the activation "
-                "has a kink or is very steep, register a dual of your own; if variances are large, "
-                "scale the inputs or the weights down.",
+                "has a kink or is very steep, register a Dual; if variances are large, scale the "
+                "inputs or the weights down.",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
 

@@ -39,7 +39,7 @@ ZERO = 1e-12
 
 
 class Regime(Enum):
-    """Whether members of an infinitely wide ensemble are coupled."""
+    """Coupling of the members of an infinitely wide ensemble."""
 
     INDEPENDENT = "independent"
     COLLECTIVE = "collective"
@@ -53,7 +53,7 @@ class RegimeReport:
         regime: The regime.
         coupling: :math:`r`, from 0 (independent) to 1 (equal members); negative if members repel.
         reason: Explanation in words.
-        exact: Whether the coupling comes from the kernels of the limit; otherwise it is an estimate
+        exact: True if the coupling comes from the kernels of the limit; otherwise it is an estimate
             from laws and structure.
 
     Example:
@@ -104,7 +104,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     Args:
         ensemble: The ensemble.
         x: Inputs on which the coupling is measured, ``(n, …)``. By default a few fixed random ones.
-            Whether the coupling is 0 does not depend on generic inputs.
+            A coupling of 0 does not depend on the inputs.
 
     Returns:
         The regime, the coupling and the reason.
@@ -121,7 +121,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)
     if are_equal(ensemble):
-        reason = "whatever is a member's own is the same for all, so members are one model"
+        reason = "all individual values are equal, so members are one model"
         return RegimeReport(Regime.COLLECTIVE, 1.0, reason, exact=True)
     structure = Structure(ensemble)
     candidates = list(structure.generic_inputs())
@@ -138,14 +138,16 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     if structure.flow.guesses:
         reason += f"; guessed: {'; '.join(dict.fromkeys(structure.flow.guesses))}"
     if not exact:
-        problem = "the shape of its inputs is not known; pass x" if error is None else error
+        problem = str(error)
+        if error is None:
+            problem = "the shape of its inputs is not known; pass x"
         reason += f" (from laws and structure alone, without the limit: {problem})"
     kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     return RegimeReport(kind, coupling, reason, exact)
 
 
 def are_equal(ensemble: EmbeddedEnsemble) -> bool:
-    """Return whether all members are one model, because their values are equal.
+    """Return True if all members are one model, because their values are equal.
 
     Args:
         ensemble: The ensemble; one member alone does not count.
@@ -202,7 +204,7 @@ def _relative_size(kernel: MemberKernel) -> float:
 
 
 class Structure:
-    """What laws and data flow of an ensemble say about its regime.
+    """Facts about the regime that follow from the laws and the data flow of an ensemble.
 
     Args:
         ensemble: The ensemble.
@@ -212,10 +214,10 @@ class Structure:
         flow: Which parameter layers come first and last.
         layers: Parameter layers by name.
         last: Last layers that members share, with the law of u in their inputs (None: no u).
-        open: Names of last layers whose inputs are not centred.
+        open: Names of last layers with inputs that are not centred.
         biased: Last layers followed by a shared bias in the limit, with about its share of the
             variance.
-        mean: What vanishes for centred inputs, in words.
+        mean: The moment that vanishes for centred inputs, as text.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
@@ -223,20 +225,24 @@ class Structure:
         self.reference = plain_reference(ensemble)
         self.flow = data_flow(self.reference)
         self.layers = parameter_layers(self.reference)
-        post_laws = {site.layer: site.law for site in ensemble.spec.sites if site.kind == "post"}
-        drawn = {item.module for item in per_member(ensemble) if item.drawn}
+        post_laws = {}
+        for site in ensemble.spec.sites:
+            if site.kind == "post":
+                post_laws[site.layer] = site.law
+        separately_drawn = {item.module for item in per_member(ensemble) if item.drawn}
         self.last: dict[str, Law | None] = {}
         self.open: list[str] = []
         self.biased: dict[str, float] = {}
         for name, layer in self.layers.items():
-            if name not in self.flow.last or name in drawn:
+            if name not in self.flow.last or name in separately_drawn:
                 continue
             law = post_laws.get(name)
             self.last[name] = law
             if law is None or abs(law.overlap) > ZERO:
                 self.open.append(name)
             if isinstance(layer, Parametrized) and layer.bias_std:
-                self.biased[name] = layer.bias_std**2 / (layer.bias_std**2 + layer.weight_std**2)
+                variance = layer.bias_std**2 + layer.weight_std**2
+                self.biased[name] = layer.bias_std**2 / variance
         is_joint = any(isinstance(law, Joint) for law in self.last.values())
         self.mean = "E[u_a u_b]" if is_joint else "E[u]"
 
@@ -257,7 +263,7 @@ class Structure:
             coupling: The coupling; 0 means independent members.
         """
         if not self.last:
-            return "every member has last layers of its own"
+            return "every member has separate last layers"
         inputs = f"the input of {_join_names(self.open or list(self.last))}"
         if not coupling and not self.open:
             return f"{self.mean} = 0 in {inputs}"
@@ -294,4 +300,6 @@ class Structure:
 
 def _join_names(layers: list[str]) -> str:
     names = ", ".join(map(repr, layers))
-    return f"the last layer {names}" if len(layers) == 1 else f"the last layers {names}"
+    if len(layers) == 1:
+        return f"the last layer {names}"
+    return f"the last layers {names}"

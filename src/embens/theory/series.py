@@ -38,10 +38,12 @@ class Series:
         n = torch.arange(len(self.slopes), dtype=rho.dtype, device=rho.device)
         powers = rho[:, None] ** n
         integrals = powers * rho[:, None] / (n + 1)
-        sums = [torch.tensordot(integrals, self.slopes, 1), torch.tensordot(powers, self.slopes, 1)]
-        if self.raised is not None:
-            sums.append(torch.tensordot(powers[:, : len(self.raised)], self.raised, 1))
-        return sums
+        f = torch.tensordot(integrals, self.slopes, 1)
+        g = torch.tensordot(powers, self.slopes, 1)
+        if self.raised is None:
+            return [f, g]
+        h = torch.tensordot(powers[:, : len(self.raised)], self.raised, 1)
+        return [f, g, h]
 
     def floor(self) -> float:
         """Return a thousandth of the largest sum; smaller functions are judged against it."""

@@ -28,7 +28,7 @@ from embens.theory.moments import MEASURE, describe
 
 
 class WeightLaw(NamedTuple):
-    r"""The numbers :math:`\sigma_w^2, \sigma_b^2, g_w, g_b` of a layer."""
+    r"""The values :math:`\sigma_w^2, \sigma_b^2, g_w, g_b` of a layer."""
 
     weight_variance: float
     bias_variance: float
@@ -44,12 +44,12 @@ class WeightLaw(NamedTuple):
 def weight_law(layer: nn.Module, *, finite: bool, path: str = "") -> WeightLaw:
     r"""Return the law of the weights of a Linear layer or a convolution.
 
-    Layers of :mod:`embens.networks` carry their law. For torch's own layers the default
-    initialisation is assumed (uniform, :math:`\sigma_w^2 = 1/3`) and checked.
+    Layers of :mod:`embens.networks` carry their law. For layers of torch the default initialisation
+    is assumed (uniform, :math:`\sigma_w^2 = 1/3`) and checked.
 
     Args:
         layer: The layer.
-        finite: Whether its inputs are those of the network, which are finitely many.
+        finite: True if its inputs are those of the network, which are finitely many.
         path: Name of the layer, for messages.
 
     Raises:

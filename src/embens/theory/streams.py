@@ -1,0 +1,266 @@
+r"""Streams: values of a traced forward, and how sums, products and concatenations combine them.
+
+A stream has parts along the features, each a :class:`~embens.theory.State` with its share of the
+width; a concatenation has several. A layer averages its parts.
+
+*Sums.* Streams :math:`s` and :math:`t` of one unit are uncorrelated if different layers drew them
+(their ``sources`` are disjoint) and one of them is centred. Then :math:`K = K_s + K_t`, and tangent
+kernels add as well, within and between members: products of the gradients of both streams
+contain the fresh centred weights of one of them once.
+
+*Products* of streams of different layers, such as gates, have
+
+.. math:: K = K_s K_t, \qquad \Theta = \Theta_s K_t + K_s \Theta_t .
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from torch import Tensor, nn
+
+from embens.theory.activation_step import settle
+from embens.theory.moments import MEASURE, Moments, State
+
+Combine = Callable[[Tensor | None, Tensor | None], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Units of a stream with one kernel.
+
+    Attributes:
+        state: Their kernels.
+        width: Number of units.
+    """
+
+    state: State
+    width: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A value of the forward that depends on layers.
+
+    Attributes:
+        parts: Its parts along the features.
+        name: Name of the value in messages.
+    """
+
+    parts: tuple[Part, ...]
+    name: str = ""
+
+    def map(self, function: Callable[[State], State]) -> Stream:
+        """Apply a function to the state of each part."""
+        parts = [Part(function(part.state), part.width) for part in self.parts]
+        return Stream(tuple(parts), self.name)
+
+    @property
+    def depth(self) -> int:
+        """Number of recorded variances so far."""
+        return max(part.state.depth for part in self.parts)
+
+    def at(self, depth: int) -> Stream:
+        """Return the stream with its parts numbered for the records that come next."""
+        return self.map(lambda state: state.replace(depth=depth))
+
+
+def settled(stream: Stream) -> Stream:
+    """Apply pending modulations of all parts, one record after another."""
+    parts = []
+    depth = stream.depth
+    for part in stream.parts:
+        state = settle(nn.Identity(), part.state.replace(depth=depth))
+        depth = state.depth
+        parts.append(Part(state, part.width))
+    return Stream(tuple(parts), stream.name).at(depth)
+
+
+def merged(stream: Stream) -> State:
+    """Return the average of the parts of a stream, weighted by their widths."""
+    if len(stream.parts) == 1:
+        return stream.parts[0].state
+    stream = settled(stream)
+    total = sum(part.width for part in stream.parts)
+    average: State | None = None
+    for part in stream.parts:
+        share = scaled(part.state, part.width / total)
+        if average is None:
+            average = share
+        else:
+            average = _combined(average, share, _sum)
+    assert average is not None
+    return average.replace(gaussian=False)
+
+
+def scaled(state: State, factor: float) -> State:
+    """Return the kernels times a factor."""
+    after = state.map(lambda kernel: kernel * factor)
+    return after.replace(trained_scale=state.trained_scale)
+
+
+def add_streams(first: Stream, second: Stream) -> Stream:
+    """Return the sum of two streams.
+
+    Raises:
+        ValueError: If the streams are correlated or have different shapes.
+    """
+    first = settled(first)
+    second = settled(second.at(first.depth))
+
+    def add(a: State, b: State) -> State:
+        _require_independence(a, b, f"the sum of {first.name!r} and {second.name!r}")
+        if not (a.centred or b.centred):
+            raise ValueError(
+                f"the sum of {first.name!r} and {second.name!r} adds two streams with non-zero "
+                "means, which are correlated. End one of them in a Linear or a convolution. "
+                + MEASURE
+            )
+        state = _combined(a, b, _sum)
+        return state.replace(
+            gaussian=a.gaussian and b.gaussian,
+            centred=a.centred and b.centred,
+        )
+
+    return _aligned(first, second, add)
+
+
+def multiply_streams(first: Stream, second: Stream) -> Stream:
+    """Return the product of two independent streams.
+
+    Raises:
+        ValueError: If the streams have layers in common or different shapes.
+    """
+    first = settled(first)
+    second = settled(second.at(first.depth))
+
+    def multiply(a: State, b: State) -> State:
+        _require_independence(a, b, f"the product of {first.name!r} and {second.name!r}")
+        state = _combined(a, b, None)
+        return state.replace(gaussian=False, centred=a.centred or b.centred)
+
+    return _aligned(first, second, multiply)
+
+
+def concatenate(streams: list[Stream]) -> Stream:
+    """Return streams side by side along the features."""
+    parts: list[Part] = []
+    for stream in streams:
+        parts.extend(stream.parts)
+    joined = Stream(tuple(parts), " and ".join(repr(stream.name) for stream in streams))
+    return joined.at(joined.depth)
+
+
+def split_stream(stream: Stream, widths: list[int]) -> list[Stream]:
+    """Return parts of a stream along the features; different units are independent.
+
+    Raises:
+        ValueError: If the stream is a concatenation, or a piece of another split.
+    """
+    if len(stream.parts) != 1:
+        raise ValueError(f"{stream.name!r} is a concatenation, which cannot be split. {MEASURE}")
+    part = stream.parts[0]
+    if any(source.endswith("]") for source in part.state.sources):
+        raise ValueError(f"{stream.name!r} is a piece of a split; split it once. {MEASURE}")
+    pieces = []
+    start = 0
+    for index, width in enumerate(widths):
+        # The range of units tells later which pieces overlap.
+        units = f"[{start}:{start + width}]"
+        sources = frozenset(source + units for source in part.state.sources)
+        state = part.state.replace(sources=sources)
+        pieces.append(Stream((Part(state, width),), f"{stream.name}[{index}]"))
+        start += width
+    return pieces
+
+
+def _aligned(first: Stream, second: Stream, function: Callable[[State, State], State]) -> Stream:
+    depth = max(first.depth, second.depth)
+    if [part.width for part in first.parts] != [part.width for part in second.parts]:
+        raise ValueError(
+            f"{first.name!r} and {second.name!r} are concatenations with different parts; apply a "
+            f"layer to them first. {MEASURE}"
+        )
+    parts = []
+    for a, b in zip(first.parts, second.parts, strict=True):
+        parts.append(Part(function(a.state, b.state), a.width))
+    return Stream(tuple(parts), first.name).at(depth)
+
+
+def _require_independence(a: State, b: State, what: str) -> None:
+    if a.spatial != b.spatial or a.pixels != b.pixels or a.flat != b.flat:
+        raise ValueError(
+            f"{what} has different pixels, {a.pixels} and {b.pixels}; broadcasting has no rule."
+        )
+    common = set()
+    for first, second in itertools.product(a.sources, b.sources):
+        if _overlap(first, second):
+            common.add(first)
+    if common:
+        raise ValueError(
+            f"{what} has no rule: both streams contain the units of {sorted(common)}, so they are "
+            "correlated. End one of them in another Linear or convolution, or write the block as a "
+            f"module and register a rule with embens.theory.propagate.register. {MEASURE}"
+        )
+
+
+def _overlap(first: str, second: str) -> bool:
+    """Return True if two sources, such as ``"gate"`` and ``"gate[0:8]"``, have common units."""
+    first_layer, _, first_units = first.partition("[")
+    second_layer, _, second_units = second.partition("[")
+    if first_layer != second_layer:
+        return False
+    if not (first_units and second_units):
+        return True
+    first_start, first_stop = map(int, first_units.rstrip("]").split(":"))
+    second_start, second_stop = map(int, second_units.rstrip("]").split(":"))
+    return max(first_start, second_start) < min(first_stop, second_stop)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+def _times(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return None
+    return first * second
+
+
+def _product_of(a: Moments, b: Moments) -> Moments:
+    ntk = _sum(_times(a.ntk, b.nngp), _times(a.nngp, b.ntk))
+    return Moments(_times(a.nngp, b.nngp), ntk)
+
+
+def _combined(a: State, b: State, rule: Combine | None) -> State:
+    """Return the state of a sum (``rule`` adds kernels) or a product (None)."""
+
+    def combine(first: Moments, second: Moments) -> Moments:
+        if rule is None:
+            return _product_of(first, second)
+        return Moments(rule(first.nngp, second.nngp), rule(first.ntk, second.ntk))
+
+    if rule is None:
+        individual = _sum(
+            _times(a.individual, b.same.nngp),
+            _times(a.same.nngp, b.individual),
+        )
+    else:
+        individual = rule(a.individual, b.individual)
+    cross = None
+    if a.cross is not None or b.cross is not None:
+        cross = cache(lambda: combine(a.crossed, b.crossed))
+    return a.replace(
+        same=combine(a.same, b.same),
+        cross=cross,
+        individual=individual,
+        depth=max(a.depth, b.depth),
+        mixed=a.mixed or b.mixed,
+        uneven_tangents=a.uneven_tangents or b.uneven_tangents,
+        sources=a.sources | b.sources,
+    )

@@ -1,0 +1,75 @@
+"""Norm layers in the limit: by hand, and refusals. ``test_walk.py`` compares wide networks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from theory.measured import average, expected, points
+from torch import nn
+
+import embens
+from embens import laws, theory
+from embens.networks import Linear
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_units_are_divided_by_the_root_of_their_variance(norm):
+    x = points(4)
+    net = nn.Sequential(
+        Linear(5, 4, weight_std=3.0), norm(4, eps=0.5, elementwise_affine=False), Linear(4, 1)
+    )
+    k = theory.kernels(net, x)
+    q = 9 * x @ x.T / 5
+    factor = (q.diagonal() + 0.5).rsqrt()
+    nngp = q * factor[:, None] * factor
+    torch.testing.assert_close(k.nngp.same, nngp, rtol=1e-13, atol=0)
+    torch.testing.assert_close(k.ntk_shared.same, 2 * nngp, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_trainable_weights_and_biases_before_an_activation(activation):
+    x = points(2)
+
+    def draw(generator, width=384):
+        layers = Linear(5, width, generator=generator), nn.LayerNorm(width), activation()
+        net = nn.Sequential(*layers, Linear(width, 1, generator=generator))
+        return embens.embed(net, 2, pre=None, post=laws.Signs(0.7), generator=generator)
+
+    k = expected(theory.kernels(draw(None, width=4), x))
+    for part, (mean, error) in average(draw, x, seeds=24).items():
+        if part.startswith("nngp"):
+            continue
+        scale = k[part.replace("cross", "same")].abs().mean()
+        excess = ((mean - k[part]).abs() - 0.02 * scale).clamp(min=0)
+        assert (excess <= 4 * error + 1e-12).all(), (part, mean, k[part], error)
+
+
+REFUSED = {
+    "mean": (nn.ReLU(), nn.LayerNorm(4), "subtracts the mean"),
+    "instance": (nn.Identity(), nn.GroupNorm(4, 4), "normalises each unit"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_norms_are_refused(name):
+    before, norm, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        theory.kernels(nn.Sequential(Linear(5, 4), before, norm, Linear(4, 1)), points())
+
+
+def test_trained_norms_are_refused():
+    norm = nn.LayerNorm(4)
+    torch.nn.init.constant_(norm.weight, 2.0)
+    with pytest.raises(TypeError, match="are not 1 and 0"):
+        theory.kernels(nn.Sequential(Linear(5, 4), norm, Linear(4, 1)), points())
+
+
+def test_smooth_activations_of_modulated_units_need_fixed_norms():
+    net = nn.Sequential(Linear(5, 4), nn.RMSNorm(4), nn.Tanh(), Linear(4, 1))
+    with pytest.raises(ValueError, match="piecewise linear activations only"):
+        theory.kernels(embens.embed(net), points())
+    net[1] = nn.LayerNorm(4)
+    with pytest.raises(TypeError, match="a trainable bias after a modulation v"):
+        theory.kernels(embens.embed(net), points())

@@ -1,0 +1,323 @@
+"""Kernels of custom forwards: against wide networks, and against the rules of a chain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from theory.measured import average, expected, images, points
+from torch import nn
+from torch.nn import functional as F
+
+import embens
+from embens import laws, networks, theory
+from embens.networks import Conv2d, Linear
+
+pytestmark = pytest.mark.usefixtures("double")
+SIGNS = laws.Signs(0.5)
+
+
+class Residual(nn.Module):
+    """A perceptron with two skip connections; the stream itself has no activation."""
+
+    def __init__(self, width: int, norm: type[nn.Module] = nn.Identity, **options):
+        super().__init__()
+        self.stem = Linear(5, width, **options)
+        self.norms = nn.ModuleList([norm(width) for _ in range(2)])
+        self.up = nn.ModuleList([Linear(width, width, weight_std=1.4, **options) for _ in range(2)])
+        self.down = nn.ModuleList([Linear(width, width, **options) for _ in range(2)])
+        self.head = Linear(width, 1, **options)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(torch.relu(up(norm(x))))
+        return self.head(x)
+
+
+class PreActivation(Residual):
+    def forward(self, x):
+        x = self.stem(x)
+        for down in self.down:
+            x = x + 0.5 * down(F.relu(x))
+        return self.head(torch.tanh(x))
+
+
+class Gated(Residual):
+    def forward(self, x):
+        x = torch.tanh(self.stem(x))
+        return self.head(self.up[0](x) * torch.sigmoid(self.up[1](x)))
+
+
+class Split(nn.Module):
+    """A gate that is one half of a layer's units."""
+
+    def __init__(self, width: int, **options):
+        super().__init__()
+        self.stem = Linear(5, width, **options)
+        self.both = Linear(width, 2 * width, **options)
+        self.head = Linear(width, 1, **options)
+
+    def forward(self, x):
+        value, gate = self.both(torch.relu(self.stem(x))).chunk(2, dim=-1)
+        return self.head(value * torch.sigmoid(gate))
+
+
+class Dense(nn.Module):
+    """Concatenates features of two layers of different width."""
+
+    def __init__(self, width: int, **options):
+        super().__init__()
+        self.first = Linear(5, width, **options)
+        self.second = Linear(width, 2 * width, weight_std=1.7, **options)
+        self.head = Linear(3 * width, 1, **options)
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.second(F.gelu(x))
+        return self.head(torch.relu(torch.cat([x, y], 1)))
+
+
+class Images(nn.Module):
+    """A small residual CNN with a grouped convolution, depthwise one, and global pooling."""
+
+    def __init__(self, width: int, norm: bool = False, **options):
+        super().__init__()
+        self.stem = Conv2d(2, width, 3, padding=1, **options)
+        self.norm = nn.GroupNorm(2, width, affine=False) if norm else nn.Identity()
+        self.body = Conv2d(width, width, 3, padding=1, groups=2, **options)
+        self.depthwise = Conv2d(width, width, 3, padding=1, groups=width, **options)
+        self.pointwise = Conv2d(width, width, 1, **options)
+        self.head = Linear(width, 1, **options)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.body(self.norm(x).relu())
+        x = x + self.pointwise(self.depthwise(x))
+        return self.head(x.mean((2, 3)))
+
+
+class Tokens(nn.Module):
+    """A mixer: tokens are mixed by a convolution over them."""
+
+    def __init__(self, width: int, **options):
+        super().__init__()
+        self.stem = Linear(5, width, **options)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.up = Linear(width, width, **options)
+        self.head = Linear(width, 1, **options)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.up(self.norm(x))
+        return self.head(torch.relu(x).mean(1))
+
+
+def rms(width: int) -> nn.Module:
+    return nn.RMSNorm(width, elementwise_affine=False)
+
+
+def post_only(law=SIGNS):
+    return {"pre": None, "post": law}
+
+
+CASES = {
+    "residual, signs": (Residual, {}, {"pre": SIGNS, "post": SIGNS}),
+    "residual, normal": (Residual, {}, {"pre": laws.Shifted(0.6), "post": laws.Shifted(0.7)}),
+    "residual, layer norm": (
+        lambda width, **o: Residual(width, nn.LayerNorm, **o),
+        {},
+        post_only(laws.Shifted(0.7)),
+    ),
+    "residual, rms norm": (
+        lambda width, **o: Residual(width, rms, **o),
+        {"bias_std": 0.3},
+        {"pre": laws.Shifted(0.6), "post": laws.Signs(0.6)},
+    ),
+    "pre-activation": (PreActivation, {}, post_only()),
+    "gated": (Gated, {"bias_std": 0.3}, {"pre": SIGNS, "post": laws.Shifted(0.7)}),
+    "split": (Split, {}, {"pre": SIGNS, "post": SIGNS}),
+    "dense": (Dense, {}, {"pre": SIGNS, "post": SIGNS}),
+    "own layer": (Residual, {}, {**post_only(), "own": "down.0"}),
+    "images": (Images, {}, post_only()),
+    "images, group norm": (lambda width, **o: Images(width, norm=True, **o), {}, post_only()),
+    "tokens": (Tokens, {}, post_only()),
+}
+
+
+def inputs_of(name: str):
+    if "images" in name:
+        return images(2, size=4)
+    if name == "tokens":
+        return torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    return points(2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wide_networks_have_these_kernels(name):
+    build, options, kinds = CASES[name]
+    x = inputs_of(name)
+    width = 96 if "images" in name else 256
+
+    def draw(generator, width=width):
+        net = build(width, generator=generator, **options)
+        return embens.embed(net, members=2, generator=generator, **kinds)
+
+    k = expected(theory.kernels(draw(None, width=8), x))
+    measured = average(draw, x, seeds=24)
+    for part, (mean, error) in measured.items():
+        if part.startswith("nngp"):  # one output is one draw: far noisier than gradients
+            continue
+        scale = k[part.replace("cross", "same")].abs().mean()
+        # The bias is of order 1/width: 4 % of the scale at these widths.
+        excess = ((mean - k[part]).abs() - 0.04 * scale).clamp(min=0)
+        assert (excess <= 4 * error + 1e-12).all(), (part, mean, k[part], error)
+
+
+def jacobian_product(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for output in net(x)[:, 0]:
+        gradients = torch.autograd.grad(output, list(net.parameters()), retain_graph=True)
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    return torch.stack(rows) @ torch.stack(rows).T
+
+
+def test_errors_fall_as_the_root_of_the_width():
+    x, widths = points(2), [32, 128, 512]
+    limit = theory.kernels(Residual(4), x).ntk_shared.same
+    errors = []
+    for width in widths:
+        draws = []
+        for seed in range(16):
+            net = Residual(width, generator=torch.Generator().manual_seed(seed))
+            draws.append(jacobian_product(net, x))
+        errors.append((torch.stack(draws) - limit).square().mean().sqrt())
+    slope = torch.stack(errors).log().diff().mean() / torch.tensor(4.0).log()
+    # Each error has 16 draws of correlated entries: a standard error of about 0.12 of its log.
+    assert abs(slope + 0.5) < 0.2, errors
+
+
+def test_a_chain_written_as_code_has_the_kernels_of_the_chain():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = networks.mlp(5, 4, 2, bias_std=0.3)
+
+        def forward(self, x):
+            return self.net(x.flatten(1).reshape(x.shape[0], -1))
+
+    net, kinds = Chain(), {"pre": laws.Shifted(0.4), "post": laws.Shifted(0.6)}
+    k = theory.kernels(embens.embed(net, **kinds), points(3), points(4, seed=1))
+    plain = theory.kernels(embens.embed(net.net, **kinds), points(3), points(4, seed=1))
+    for ours, theirs in zip(k.blocks, plain.blocks, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_images_written_as_code_have_the_kernels_of_the_chain():
+    body = nn.Sequential(Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), Conv2d(4, 4, 1))
+    head = Linear(4, 1)
+
+    class Code(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = body, head
+
+        def forward(self, x):
+            return self.head(F.adaptive_avg_pool2d(self.body(x).relu(), 1).flatten(1))
+
+    chain = nn.Sequential(body, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    ours, theirs = theory.kernels(Code(), images()), theory.kernels(chain, images())
+    torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-13, atol=0)
+
+
+def test_blocks_of_a_graph_are_those_of_the_whole():
+    ensemble = embens.embed(Residual(4, nn.LayerNorm), pre=None, post=SIGNS)
+    whole = theory.kernels(ensemble, points(5))
+    parts = theory.kernels(ensemble, points(5), block=2)
+    torch.testing.assert_close(parts.ntk_shared.cross, whole.ntk_shared.cross)
+
+
+def code(forward, **layers) -> nn.Module:
+    class Code(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, layer in layers.items():
+                self.add_module(name, layer)
+
+    Code.forward = forward
+    return Code()
+
+
+def layers(**more):
+    return {"a": Linear(5, 4), "b": Linear(4, 4), "c": Linear(4, 1), **more}
+
+
+REFUSED = {
+    "operation": (lambda s, x: s.c(s.a(x).softmax(-1)), "'softmax' is not known"),
+    "twice": (lambda s, x: s.c(s.b(torch.relu(s.b(s.a(x))))), r"'b' \(Linear\) is used twice"),
+    "correlated": (
+        lambda s, x: s.c((h := s.a(x)) + torch.relu(h)),
+        r"contain the units of \['a'\]",
+    ),
+    "two means": (
+        lambda s, x: s.c(torch.relu(h := s.a(x)) + torch.relu(s.b(h))),
+        "two streams with non-zero means",
+    ),
+    "not Gaussian": (
+        lambda s, x: s.c(torch.relu(torch.relu(h := s.a(x)) + s.b(h))),
+        "units that are not Gaussian",
+    ),
+    "inputs": (lambda s, x: s.c(s.a(x) + x[:, :4]), "finitely many units"),
+    "constant": (lambda s, x: s.c(s.a(x) + 1.0), "operation 'add' is not known"),
+    "control flow": (lambda s, x: s.c(s.a(x)) if x.sum() > 0 else x, "cannot be traced"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_rule_is_refused_with_a_name(name):
+    forward, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        theory.kernels(code(forward, **layers()), points())
+
+
+def test_an_operation_without_a_rule_is_named_with_its_line():
+    class Code(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = Linear(5, 4), Linear(4, 1)
+
+        def forward(self, x):
+            return self.c(self.a(x).cumsum(-1))
+
+    message = r"'cumsum' is not known.*test_walk\.py.*self\.a\(x\)\.cumsum.*propagate\.register"
+    with pytest.raises(TypeError, match=message):
+        theory.kernels(Code(), points())
+
+
+def test_max_pooling_in_code_is_refused():
+    net = code(
+        lambda s, x: s.head(F.max_pool2d(s.conv(x).relu(), 4).flatten(1)),
+        conv=Conv2d(2, 4, 3, padding=1),
+        head=Linear(4, 1),
+    )
+    with pytest.raises(TypeError, match=r"max_pool2d|boolean_dispatch"):
+        theory.kernels(net, images())
+
+
+def test_sums_of_modulated_streams_have_no_rule_between_members():
+    net = PreActivation(4)
+    fixed = {"pre": False, "post": True}
+    centred = embens.embed(net, pre=laws.Signs(0.0), post=laws.Signs(0.0), trainable=fixed)
+    assert not theory.kernels(centred, points()).ntk_shared.cross.any()
+    coupled = embens.embed(net, pre=SIGNS, post=SIGNS, trainable=fixed)
+    with pytest.raises(ValueError, match="a mixture of Gaussians"):
+        theory.kernels(coupled, points())
+    with pytest.raises(ValueError, match="tangents vary over units"):
+        theory.kernels(embens.embed(net, pre=SIGNS, post=SIGNS), points())
+    normal = embens.embed(net, pre=laws.Normal(), post=SIGNS, trainable=fixed)
+    with pytest.raises(ValueError, match="not Gaussian"):
+        theory.kernels(normal, points())
+
+
+def test_modulated_inputs_of_code_are_refused():
+    with pytest.raises(TypeError, match=r"known for nn\.Sequential only"):
+        theory.kernels(embens.embed(Residual(4), sites="all"), points())
