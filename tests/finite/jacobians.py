@@ -17,7 +17,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
 SAME_AS_CASES = ("masksembles", "own last layers", "own layers everywhere", "low rank", "lora")
-"""Families that other tests go through as well."""
+"""Families that are shared with other tests."""
 
 FAMILIES = {
     "batch_ensemble": embens.batch_ensemble,
@@ -38,7 +38,7 @@ BATCHED = [a for a in ARCHITECTURES if a.name not in NOT_BATCHED]
 
 
 class Few(nn.Module):
-    """A few of the outputs, because an explicit Jacobian of all takes long."""
+    """Select a few outputs, because an explicit Jacobian of all outputs is slow."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(1)[:, ::7][:, :6]
@@ -74,10 +74,10 @@ def jacobians(ensemble: embens.EmbeddedEnsemble, outputs: Tensor) -> tuple[Tenso
     return first, second
 
 
-def naive(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def naive(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Contract Jacobians."""
-    shared = torch.einsum("aikp,bjlp->abijkl", left[0], right[0])
-    return shared, torch.einsum("aikp,ajlp->aijkl", left[1], right[1])
+    shared = torch.einsum("aikp,bjlp->abijkl", rows[0], columns[0])
+    return shared, torch.einsum("aikp,ajlp->aijkl", rows[1], columns[1])
 
 
 def flat_outputs(ensemble: embens.EmbeddedEnsemble, x: Tensor) -> Tensor:
@@ -85,9 +85,9 @@ def flat_outputs(ensemble: embens.EmbeddedEnsemble, x: Tensor) -> Tensor:
 
 
 def assert_equal(kernel: finite.FiniteKernel, expected: tuple[Tensor, Tensor], **tolerance) -> None:
-    for part, other in zip((kernel.shared, kernel.individual), expected, strict=True):
-        scale = other.abs().max().clamp(min=1e-30)
-        torch.testing.assert_close(part / scale, other / scale, **(tolerance or EXACT))
+    for part, expected_part in zip((kernel.shared, kernel.individual), expected, strict=True):
+        scale = expected_part.abs().max().clamp(min=1e-30)
+        torch.testing.assert_close(part / scale, expected_part / scale, **(tolerance or EXACT))
 
 
 class Strange(nn.Module):

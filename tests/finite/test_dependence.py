@@ -1,4 +1,4 @@
-"""The paper's numbers of model dependence, against sums written out."""
+"""The paper's measures of dependence between members, against explicit sums."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_centred_members_grow_independent_with_width_and_shifted_ones_do_not():
     target = torch.arange(6)
 
     def numbers(law: laws.Law, width: int) -> Tensor:
-        found = []
+        computed = []
         for _ in range(3):
             reference = networks.mlp(
                 16, width, 2, 6, weight_std=2**0.5, parametrization="standard", generator=generator
@@ -87,8 +87,8 @@ def test_centred_members_grow_independent_with_width_and_shifted_ones_do_not():
             ensemble = embens.embed(reference, 6, pre=law, post=law, generator=generator)
             kernel = finite.ntk(ensemble, x, outputs="target", target=target)
             weights = [finite.other_members_weight(kernel, m) for m in (1, 5)]
-            found.append(torch.stack([finite.ntk_ratio(kernel), *weights]))
-        return torch.stack(found).mean(0)
+            computed.append(torch.stack([finite.ntk_ratio(kernel), *weights]))
+        return torch.stack(computed).mean(0)
 
     centred = [numbers(laws.Normal(), width) for width in (32, 512)]
     shifted = [numbers(laws.Shifted(0.5**0.5), width) for width in (32, 512)]

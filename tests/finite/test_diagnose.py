@@ -66,7 +66,7 @@ def test_the_effective_width_is_that_of_the_laws_tails():
     assert "like a plain network of width 64;" in " ".join(str(report).split())
 
 
-def test_no_effective_width_is_said_where_there_is_none():
+def test_the_effective_width_is_left_out_if_it_is_unknown():
     norm = nn.Sequential(nn.Linear(12, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 4))
     for ensemble in (
         embens.batch_ensemble(norm, 4, generator=seeded()),
@@ -171,7 +171,7 @@ def test_values_without_an_axis_of_outputs_are_compared_sample_by_sample():
         diagnose(ensemble, X, X[:, :2])
 
 
-def test_classes_of_any_whole_dtype_and_with_an_axis_more_are_taken():
+def test_classes_may_have_any_integer_dtype_and_a_trailing_axis():
     expected = diagnose(batch_ensemble(), X, Y)
     for target in (Y.int(), Y.to(torch.uint8), Y[:, None]):
         assert torch.equal(diagnose(batch_ensemble(), X, target).losses, expected.losses)

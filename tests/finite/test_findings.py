@@ -57,6 +57,11 @@ def test_a_healthy_ensemble_has_no_findings(name):
 
 
 PROBLEMS = [
+    (
+        "crowded-last-layer",
+        lambda: embens.last_layer_dropout(mlp(), 64, laws.Normal(), generator=seeded()),
+        {},
+    ),
     ("equal-members", lambda: embens.masksembles(mlp(), 8, overlap=1.0), {}),
     ("equal-members", lambda: embens.mc_dropout(mlp(), 8, laws.Correlated(1.0)), {}),
     ("shifted-laws", lambda: repelling(), {"wanted": "independent"}),
@@ -149,6 +154,9 @@ FINE = [
         {},
     ),
     ("converging-modulations", lambda: embens.last_layer_dropout(mlp(), 8), {}),
+    ("crowded-last-layer", lambda: embens.last_layer_dropout(mlp(), 16, laws.Normal()), {}),
+    ("crowded-last-layer", lambda: embens.last_layer_dropout(mlp(), 64), {}),
+    ("crowded-last-layer", lambda: embens.mc_dropout(mlp(), 64, laws.Normal(), fresh=False), {}),
     ("large-gamma", lambda: batch_ensemble(p=0.99), {"gamma": 1}),
     ("large-gamma", batch_ensemble, {"gamma": 8}),
     ("decayed-modulations", batch_ensemble, {"optimizer": grouped}),
@@ -275,7 +283,7 @@ def test_equal_members_are_one_model_and_say_why():
 
 
 @pytest.mark.parametrize("options", [{}, {"wanted": "independent"}, {"gamma": 8}])
-def test_a_single_member_is_coupled_to_nobody(options):
+def test_a_single_member_has_no_coupling(options):
     for p in (0.0, 0.9):
         assert codes(batch_ensemble(p=p, members=1, bias_std=0.5), **options) == []
     alone = embens.embed(mlp(), 1, post={"2": laws.Normal()}, generator=seeded())

@@ -51,9 +51,9 @@ def by_hand(reference: nn.Module, ensemble: embens.EmbeddedEnsemble, x: Tensor, 
     """Return the shared gradients of a member by layer, from hooks on a copy of the reference."""
     network = member_by_hand(reference, ensemble, a)
     parameters = dict(network.named_parameters())
-    found = torch.autograd.grad(wave(network(x), None), list(parameters.values()))
+    computed = torch.autograd.grad(wave(network(x), None), list(parameters.values()))
     layers: dict[str, list[Tensor]] = {}
-    for name, gradient in zip(parameters, found, strict=True):
+    for name, gradient in zip(parameters, computed, strict=True):
         layers.setdefault(name.rpartition(".")[0], []).append(gradient.flatten())
     return {layer: torch.cat(parts) for layer, parts in layers.items()}
 
@@ -64,15 +64,15 @@ def by_hand(reference: nn.Module, ensemble: embens.EmbeddedEnsemble, x: Tensor, 
 def test_cosines_and_norms_are_those_of_members_modulated_by_hand(architecture):
     reference, ensemble, x = made(architecture)
     expected = [by_hand(reference, ensemble, x, a) for a in range(MEMBERS)]
-    found = gradient_cosines(ensemble, x, None, wave, by_layer=True)
+    computed = gradient_cosines(ensemble, x, None, wave, by_layer=True)
     norms = gradient_norms(ensemble, x, None, wave)
-    assert set(found) == set(norms) == set(expected[0])
-    for layer in found:
+    assert set(computed) == set(norms) == set(expected[0])
+    for layer in computed:
         rows = torch.stack([e[layer] for e in expected])
         unit = rows / rows.norm(dim=1, keepdim=True)
-        torch.testing.assert_close(found[layer], unit @ unit.T, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(computed[layer], unit @ unit.T, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(norms[layer], rows.norm(dim=1), rtol=1e-9, atol=0)
-    rows = torch.stack([torch.cat([e[layer] for layer in found]) for e in expected])
+    rows = torch.stack([torch.cat([e[layer] for layer in computed]) for e in expected])
     unit = rows / rows.norm(dim=1, keepdim=True)
     total = gradient_cosines(ensemble, x, None, wave)
     torch.testing.assert_close(total, unit @ unit.T, rtol=1e-9, atol=1e-9)
@@ -91,12 +91,12 @@ def test_norms_are_those_of_one_backward_pass_for_all_members(architecture):
     individual = list(ensemble.individual_parameters())
     norms = gradient_norms(ensemble, x, None, wave)
     for a in range(MEMBERS):
-        found = torch.autograd.grad(
+        computed = torch.autograd.grad(
             wave(outputs[a], None), shared + individual, retain_graph=True, materialize_grads=True
         )
         expected = (
-            joint_norm(found[: len(shared)]),
-            joint_norm([g[a] for g in found[len(shared) :]]),
+            joint_norm(computed[: len(shared)]),
+            joint_norm([g[a] for g in computed[len(shared) :]]),
         )
         got = float(norms.total[a]), float(individual_total(norms)[a])
         assert got == pytest.approx(expected, rel=1e-6)
@@ -111,8 +111,8 @@ def test_the_sign_of_a_cosine_is_kept():
     )
     signs = site_values(ensemble, ensemble.spec.sites[0])[:, 0]
     assert set(signs.tolist()) == {-1.0, 1.0}
-    found = gradient_cosines(ensemble, torch.ones(3, 2), None, lambda o, _: o.sum())
-    torch.testing.assert_close(found, signs[:, None] * signs)
+    computed = gradient_cosines(ensemble, torch.ones(3, 2), None, lambda o, _: o.sum())
+    torch.testing.assert_close(computed, signs[:, None] * signs)
 
 
 def test_nothing_of_the_ensemble_is_changed():
@@ -157,8 +157,8 @@ def test_fresh_masks_are_drawn_once_for_each_member():
     net = nn.Sequential(nn.Linear(3, 50), nn.Tanh(), nn.Linear(50, 2))
     ensemble = embens.mc_dropout(net, 4, law=laws.Normal(), fresh=True)
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
-    found = gradient_cosines(ensemble, x, y)
-    assert off_diagonal(found).abs().max() < 0.95
+    computed = gradient_cosines(ensemble, x, y)
+    assert off_diagonal(computed).abs().max() < 0.95
     assert list(gradient_norms(ensemble, x, y).individual) == []
 
 

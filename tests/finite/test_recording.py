@@ -83,7 +83,7 @@ def test_samples_that_mix_are_refused_also_where_the_first_two_are_equal():
     ensemble, x = embens.batch_ensemble(Mixing(), 2), torch.randn(5, 4)
     x[1] = x[0]
     for samples in (x, x[:2]):
-        with pytest.raises(ValueError, match="depends on the samples beside it"):
+        with pytest.raises(ValueError, match="depends on other samples of its batch"):
             finite.ntk(ensemble, samples)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import ARCHITECTURES
+from cases import ARCHITECTURES, sampled
 from finite.jacobians import (
     BATCHED,
     EXACT,
@@ -24,8 +24,7 @@ from embens.finite.recording import Recorder
 from embens.finite.tangent import KernelComputation
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("architecture", BATCHED, ids=str)
+@sampled("architecture, family", BATCHED, list(FAMILIES))
 def test_all_outputs_equal_a_naive_contraction(architecture, family):
     ensemble, x = build(architecture, family)
     rows = jacobians(ensemble, flat_outputs(ensemble, x))

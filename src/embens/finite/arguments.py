@@ -18,7 +18,10 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 def check_measurement(
-    ensemble: Any, x: Any, target: Any = None, criterion: Any = F.mse_loss
+    ensemble: Any,
+    x: Any,
+    target: Any = None,
+    criterion: Any = F.mse_loss,
 ) -> None:
     """Raise if gradients of members cannot be measured on these samples.
 
@@ -108,7 +111,9 @@ def as_inputs(x: Tensor | Inputs, name: str = "x") -> Inputs:
 
 def as_classes(target: Any) -> Any:
     """Return integer targets as int64 without a trailing axis of length 1; others unchanged."""
-    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
+    if not isinstance(target, Tensor):
+        return target
+    if target.is_floating_point() or target.is_complex():
         return target
     if target.dim() > 1:
         target = target.squeeze(1)

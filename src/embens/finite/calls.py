@@ -1,8 +1,8 @@
 """Calls of layers in the pass of a plain member, and the gradients that follow from them.
 
-:func:`layers_with_rules` finds the layers whose gradients can be factored (``factors``). Forward
-hooks turn each of their calls into a :class:`Call`. After :func:`backward`, :func:`add_call` adds
-the per-sample gradients of the ensemble's parameters in that call.
+:func:`layers_with_rules` finds the layers with gradients that factor (``factors``). Forward hooks
+turn each of their calls into a :class:`Call`. After :func:`backward`, :func:`add_call` adds the
+per-sample gradients of the ensemble's parameters in that call.
 """
 
 from __future__ import annotations
@@ -49,9 +49,14 @@ class SiteModulation:
         return self.values[a].repeat_interleave(self.repeat)
 
     def rows(self, gradients: Tensor, a: int) -> Tensor:
-        """Return gradients of the values from those of the modulated channels' logarithms."""
-        gradients = gradients / self.of(a)
-        return gradients.unflatten(-1, (-1, self.repeat)).sum(-1)
+        """Return the gradients of a member's values, ``(…, size)``.
+
+        Args:
+            gradients: value times gradient of each channel, ``(…, channel)``; see ``factors``.
+            a: the member.
+        """
+        of_channels = gradients / self.of(a)
+        return of_channels.unflatten(-1, (-1, self.repeat)).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class Call:
 
 
 def layers_with_rules(ensemble: EmbeddedEnsemble, member: nn.Module) -> dict[str, LayerFacts]:
-    """Return the layers of a plain member whose gradients can be factored.
+    """Return the layers of a plain member with gradients that factor.
 
     Args:
         ensemble: an ensemble without fresh masks.
@@ -123,7 +128,9 @@ def layers_with_rules(ensemble: EmbeddedEnsemble, member: nn.Module) -> dict[str
     """
     reference = dict(plain_reference(ensemble).named_modules())
     stacks = individual_tensors(ensemble)
-    individual = {item.module: stacks.get(item.module, {}) for item in per_member(ensemble)}
+    individual = {}
+    for item in per_member(ensemble):
+        individual[item.module] = stacks.get(item.module, {})
     low_rank = {site.layer for site in ensemble.spec.low_rank}
     sites = {(site.layer, site.kind): site for site in ensemble.spec.sites}
     layers = {}
@@ -153,11 +160,11 @@ def _modulation(ensemble: EmbeddedEnsemble, site: Any) -> SiteModulation | None:
 
 
 def separate_input(layer: nn.Module, args: tuple) -> tuple:
-    """Give a layer its own view of its input, so that the layer's part of the gradient is known."""
-    value, *others = args
+    """Replace a layer's input by a view of it, so that gradients of this use can be told apart."""
+    value, *arguments = args
     if value.requires_grad:
-        return (value.view_as(value), *others)
-    return (value.detach().requires_grad_(), *others)
+        return (value.view_as(value), *arguments)
+    return (value.detach().requires_grad_(), *arguments)
 
 
 def make_call(facts: LayerFacts, layer: nn.Module, value: Tensor, output: Tensor) -> Call:
@@ -169,22 +176,27 @@ def make_call(facts: LayerFacts, layer: nn.Module, value: Tensor, output: Tensor
         value: its input, from :func:`separate_input` if the post modulation is trainable.
         output: its output, part of a graph.
     """
-    edges, shapes = [get_gradient_edge(output)], [output.shape]
+    edges = [get_gradient_edge(output)]
+    shapes = [output.shape]
     if facts.trainable_post:
         edges.append(get_gradient_edge(value))
         shapes.append(value.shape)
-    kept = None
+    saved_output = None
     if facts.trainable_pre:
-        kept = output.detach().clone()  # the network may change its output in place
+        saved_output = output.detach().clone()  # the network may change its output in place
     value = value.detach()
     if is_norm(layer):
         with torch.no_grad():
             value = normalize(layer, value)
-    return Call(facts, layer, value, kept, edges, shapes)
+    return Call(facts, layer, value, saved_output, edges, shapes)
 
 
 def add_call(
-    member: MemberGradients, call: Call, gradients: list[Tensor], a: int, batch: int
+    member: MemberGradients,
+    call: Call,
+    gradients: list[Tensor],
+    a: int,
+    batch: int,
 ) -> None:
     """Add the gradients of a layer's parameters in one call.
 
@@ -195,7 +207,9 @@ def add_call(
         a: the member.
         batch: the number of samples.
     """
-    facts, layer, gradient = call.facts, call.layer, gradients[0]
+    facts = call.facts
+    layer = call.layer
+    gradient = gradients[0]
     pre = None if facts.pre is None else facts.pre.of(a)
     post = None if facts.post is None else facts.post.of(a)
     for role, parameter in facts.parameters.items():
@@ -203,7 +217,8 @@ def add_call(
             product = gradient if role == "bias" else gradient * call.value
             member.add_rows(parameter, norm_rows(layer, product, batch))
         elif role == "weight":
-            member.add_weight(parameter, WeightUse(layer, call.value, gradient, post, pre))
+            use = WeightUse(layer, call.value, gradient, post, pre)
+            member.add_weight(parameter, use)
         else:
             rows = channel_rows(layer, scale_channels(layer, gradient, pre), batch)
             member.add_rows(parameter, rows * parameter_scale(layer, role))
@@ -218,7 +233,8 @@ def add_call(
 
 def backward(output: Tensor, calls: list[Call], cotangents: Tensor) -> list[list[Tensor]]:
     """Return for each call the gradients ``(class, ...)`` at its edges."""
-    edges, shapes = [], []
+    edges = []
+    shapes = []
     for call in calls:
         edges += call.edges
         shapes += call.shapes
@@ -227,15 +243,26 @@ def backward(output: Tensor, calls: list[Call], cotangents: Tensor) -> list[list
     by_class = []
     for cotangent in cotangents:
         arrived = torch.autograd.grad(
-            output, edges, cotangent, retain_graph=True, allow_unused=True
+            output,
+            edges,
+            cotangent,
+            retain_graph=True,
+            allow_unused=True,
         )
         gradients = []
         for gradient, shape in zip(arrived, shapes, strict=True):
-            gradients.append(output.new_zeros(shape) if gradient is None else gradient)
+            if gradient is None:
+                gradient = output.new_zeros(shape)
+            gradients.append(gradient)
         by_class.append(gradients)
     if len(by_class) == 1:
         stacked = [gradient.unsqueeze(0) for gradient in by_class[0]]  # without a copy
     else:
         stacked = [torch.stack(gradients) for gradients in zip(*by_class, strict=True)]
-    remaining = iter(stacked)
-    return [[next(remaining) for _ in call.edges] for call in calls]
+    gradients_of_calls = []
+    start = 0
+    for call in calls:
+        stop = start + len(call.edges)
+        gradients_of_calls.append(stacked[start:stop])
+        start = stop
+    return gradients_of_calls

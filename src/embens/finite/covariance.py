@@ -58,8 +58,8 @@ def nngp(ensemble: EmbeddedEnsemble, x: Tensor | Inputs) -> Float[Tensor, "m m n
 
     with the inputs :math:`h_a` of the layer and its modulations :math:`u` and :math:`v`. Layers of
     :mod:`embens.networks` know the distribution of their weights; for other Linear layers the mean
-    squares of weights and biases are used. Members whose last layers were drawn separately have
-    covariance 0. For any other network the result is the mean over outputs of
+    squares of weights and biases are used. The covariance of members with separately drawn last
+    layers is 0. For any other network the result is the mean over outputs of
     :math:`f_{ak}(x) f_{bk}(x')`, which is noisy for few outputs.
 
     Args:
@@ -81,7 +81,8 @@ def nngp(ensemble: EmbeddedEnsemble, x: Tensor | Inputs) -> Float[Tensor, "m m n
     check_ensemble(ensemble)
     inputs = as_inputs(x)
     ensemble = with_fixed_masks(ensemble)
-    outputs, last_layers = [], []
+    outputs = []
+    last_layers = []
     with torch.no_grad():
         for a in range(ensemble.members):
             network = ensemble.member(a)
@@ -124,10 +125,12 @@ def _redrawing_covariance(ensemble: EmbeddedEnsemble, members: list[LastLayer]) 
     """Return the covariance over draws of the last layer."""
     name = members[0].name
     sites = {site.kind: site for site in ensemble.spec.sites if site.layer == name}
-    features, bias_stds = [], []
+    features = []
+    bias_stds = []
     reference_layer = plain_reference(ensemble).get_submodule(name)
     for a, member in enumerate(members):
-        value, layer = member.value, member.layer
+        value = member.value
+        layer = member.layer
         if sites:
             layer = reference_layer  # the member's weights contain the modulations
         if "post" in sites:

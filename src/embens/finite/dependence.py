@@ -57,7 +57,7 @@ def ntk_ratio(
 
 
 def other_members_weight(kernel: Kernel, m: int) -> Float[Tensor, ""]:
-    r"""Return the effect of ``m`` other members on a member, relative to its own effect.
+    r"""Return the effect of ``m`` other members on a member, relative to its effect on itself.
 
     Let :math:`t_{ab}(x) = \frac1B \sum_{x'} \Theta_{ab}(x, x')` be the effect of training member
     :math:`b` on member :math:`a` at :math:`x`. For a set :math:`\mathcal B` of ``m`` other members
@@ -85,19 +85,23 @@ def other_members_weight(kernel: Kernel, m: int) -> Float[Tensor, ""]:
         9.0
     """
     theta = _without_classes(kernel)
-    others = len(theta) - 1
-    if isinstance(m, bool) or not isinstance(m, int) or not 1 <= m <= others:
-        raise ValueError(f"m must be a number of other members, from 1 to {others}, got {m!r}.")
+    other_members = len(theta) - 1
+    is_integer = isinstance(m, int) and not isinstance(m, bool)
+    if not is_integer or not 1 <= m <= other_members:
+        raise ValueError(
+            f"m must be a number of other members, from 1 to {other_members}, got {m!r}."
+        )
     effects = theta.mean(3)  # (member, member, batch)
     same = effects.diagonal().mT  # (member, batch)
-    # The mean over sets of a squared sum: squares count m / others times, products of two
-    # different members m (m - 1) / (others (others - 1)) times.
+    # The mean over sets of a squared sum. With n other members, the square of one member counts
+    # m / n times, and the product of two members m (m - 1) / (n (n - 1)) times.
     squares = effects.square().sum(1) - same.square()
     products = (effects.sum(1) - same).square() - squares
     product_weight = 0.0
     if m > 1:
-        product_weight = (m - 1) / (others - 1)
-    return (m / others * (squares + product_weight * products)).mean() / same.square().mean()
+        product_weight = (m - 1) / (other_members - 1)
+    mean_effect = m / other_members * (squares + product_weight * products)
+    return mean_effect.mean() / same.square().mean()
 
 
 def ntk_drift(before: Kernel, after: Kernel) -> Float[Tensor, ""]:

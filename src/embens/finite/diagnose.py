@@ -1,4 +1,4 @@
-"""``embens.diagnose``: are the members of an ensemble different, and will they stay so?
+"""``embens.diagnose``: coupling of the members, learning rates, and warnings with their fix.
 
 The regime comes from the infinite-width limit, or from laws and structure if the limit of the
 network is not known. The geometry of the members' gradients is measured on a few samples
@@ -16,7 +16,7 @@ from embens import theory
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite import findings
 from embens.finite.arguments import Criterion, as_classes, check_measurement
-from embens.finite.diagnosis import CosineSummary, Diagnosis
+from embens.finite.diagnosis import CosineSummary, Diagnosis, Rates
 from embens.finite.geometry import cosines, off_diagonal, pair_error
 from embens.finite.measurement import (
     Budget,
@@ -75,13 +75,8 @@ def diagnose(
         >>> report.regime.value, report.gamma, report.warnings
         ('independent', 4.0, [])
     """
-    if wanted not in (None, "independent"):
-        raise ValueError(f"wanted must be 'independent' or None, got {wanted!r}.")
-    check_measurement(ensemble, x, target, criterion or F.mse_loss)
-    if optimizer is not None:
-        findings.optimizer_class(optimizer)  # raises if it is not an optimizer
-    members = ensemble.members
-    planned_gamma = gradient_factor(gamma, members, ensemble.natural_gamma) * members
+    _check_arguments(ensemble, x, target, criterion, optimizer, wanted)
+    planned_factor = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
     if criterion is None:
         criterion = _default_criterion(target)
     target = as_classes(target)
@@ -94,30 +89,31 @@ def diagnose(
     measurement = measure(ensemble, x, target, criterion, biases.values(), budget)
     regime, natural_gamma = _limit(ensemble, measurement.x, structure)
     rates = suggest_rates(ensemble, measurement, criterion, natural_gamma, budget.generator)
-    gram = measurement.gram
-    cosine = _summarize(gram, 1.0)
-    report = Diagnosis(
-        regime=regime,
-        one_model=_is_one_model(ensemble, regime, cosine),
-        cosine=cosine,
-        cosine_error=pair_error(cosines(gram)),
-        layers=_summarize_layers(measurement),
-        gamma=natural_gamma,
-        planned_gamma=planned_gamma,
-        rates=rates,
-        cosines=cosines(gram),
-        norms=gram.diagonal().sqrt(),
-        losses=measurement.losses,
-        members=members,
-        samples=measurement.samples,
-        family=ensemble.spec.family,
-        separate=ensemble.spec.separate,
-        widths=effective_widths(ensemble, measurement.x),
-        notes=measurement.notes,
-    )
+    gammas = natural_gamma, planned_factor * ensemble.members
+    report = _make_report(ensemble, measurement, regime, gammas, rates)
     facts = _collect_facts(ensemble, report, structure, biases, measurement.bias_part)
-    facts = replace(facts, gamma_chosen=gamma is not None, optimizer=optimizer, wanted=wanted)
+    facts = replace(
+        facts,
+        gamma_chosen=gamma is not None,
+        optimizer=optimizer,
+        wanted=wanted,
+    )
     return replace(report, warnings=findings.find(facts))
+
+
+def _check_arguments(
+    ensemble: Any,
+    x: Any,
+    target: Any,
+    criterion: Criterion | None,
+    optimizer: Any,
+    wanted: str | None,
+) -> None:
+    if wanted not in (None, "independent"):
+        raise ValueError(f"wanted must be 'independent' or None, got {wanted!r}.")
+    check_measurement(ensemble, x, target, criterion or F.mse_loss)
+    if optimizer is not None:
+        findings.optimizer_class(optimizer)  # raises if it is not an optimizer
 
 
 def _default_criterion(target: Any) -> Criterion:
@@ -143,7 +139,9 @@ def _output_biases(ensemble: EmbeddedEnsemble, structure: Structure | None) -> d
 
 
 def _limit(
-    ensemble: EmbeddedEnsemble, x: Any, structure: Structure | None
+    ensemble: EmbeddedEnsemble,
+    x: Any,
+    structure: Structure | None,
 ) -> tuple[RegimeReport, float]:
     """Return the regime, and the gradient scale that suits it."""
     members = ensemble.members
@@ -152,8 +150,7 @@ def _limit(
     if are_equal(ensemble):
         return theory.regime(ensemble), 1.0
     samples = few_samples(x)
-    modulated_ends = [s for s in ensemble.spec.sites if not s.hidden and s.law.overlap < 1]
-    if modulated_ends:
+    if any(not site.hidden and site.law.overlap < 1 for site in ensemble.spec.sites):
         reason = "with modulated inputs or outputs, members are not exchangeable"
     elif samples is None:
         reason = "the limit takes real inputs (n, features) or small images (n, channels, y, x)"
@@ -180,26 +177,73 @@ def _gamma_at(coupling: float, members: int) -> float:
     return members / max(of_mean, of_deviations)
 
 
-def _summarize(gram: Tensor, share: float) -> CosineSummary:
-    """Summarize the cosines of gradients with given scalar products; zero gradients don't count."""
+def _make_report(
+    ensemble: EmbeddedEnsemble,
+    measurement: Measurement,
+    regime: RegimeReport,
+    gammas: tuple[float, float],
+    rates: Rates,
+) -> Diagnosis:
+    """Return the report without its warnings.
+
+    Args:
+        ensemble: the ensemble.
+        measurement: of its gradients.
+        regime: of its infinite-width limit.
+        gammas: the suggested and the planned gradient scale.
+        rates: suggested learning rates.
+    """
+    natural_gamma, planned_gamma = gammas
+    gram = measurement.gram
+    cosine = _summarize_cosines(gram, 1.0)
+    return Diagnosis(
+        regime=regime,
+        one_model=_is_one_model(ensemble, regime, cosine),
+        cosine=cosine,
+        cosine_error=pair_error(cosines(gram)),
+        layers=_summarize_layers(measurement),
+        gamma=natural_gamma,
+        planned_gamma=planned_gamma,
+        rates=rates,
+        cosines=cosines(gram),
+        norms=gram.diagonal().sqrt(),
+        losses=measurement.losses,
+        members=ensemble.members,
+        samples=measurement.samples,
+        family=ensemble.spec.family,
+        separate=ensemble.spec.separate,
+        widths=effective_widths(ensemble, measurement.x),
+        notes=measurement.notes,
+    )
+
+
+def _summarize_cosines(gram: Tensor, share: float) -> CosineSummary:
+    """Summarize the cosines between gradients; gradients that vanish are left out.
+
+    Args:
+        gram: scalar products of the members' gradients, ``(member, member)``.
+        share: part of the squared norm of all gradients that belongs to these parameters.
+    """
     nonzero = gram.diagonal() > 0
     gram = gram[nonzero][:, nonzero]
     if len(gram) < 2:
         return CosineSummary(0.0, 0.0, share)
     pairs = off_diagonal(cosines(gram))
-    return CosineSummary(float(pairs.mean()), float(pairs.square().mean().sqrt()), share)
+    mean = float(pairs.mean())
+    rms = float(pairs.square().mean().sqrt())
+    return CosineSummary(mean, rms, share)
 
 
 def _summarize_layers(measurement: Measurement) -> dict[str, CosineSummary]:
     total = float(measurement.gram.trace()) or 1.0
     layers = {}
     for name, gram in measurement.grams.items():
-        layers[name] = _summarize(gram, float(gram.trace()) / total)
+        layers[name] = _summarize_cosines(gram, float(gram.trace()) / total)
     return layers
 
 
 def _is_one_model(ensemble: EmbeddedEnsemble, regime: RegimeReport, cosine: CosineSummary) -> bool:
-    """Return whether all members are equal, or nearly."""
+    """Return True if all members are equal, or nearly."""
     if ensemble.members == 1 or ensemble.spec.low_rank:
         return False  # low-rank members start equal and separate in training
     if regime.coupling == 1:

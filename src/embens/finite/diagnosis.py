@@ -71,7 +71,7 @@ class Diagnosis:
 
     Attributes:
         regime: of the infinite-width limit, with its coupling and the reason.
-        one_model: whether all members are equal, or nearly.
+        one_model: True if all members are equal, or nearly.
         cosine: cosines of the members' gradients of all shared parameters.
         cosine_error: standard error of the mean cosine; NaN for fewer than three members.
         layers: the same cosines by layer.
@@ -84,7 +84,7 @@ class Diagnosis:
         members: the number of members of the ensemble.
         samples: the number of samples that were used.
         family: the function that made the ensemble.
-        separate: whether members are separate networks.
+        separate: True if members are separate networks.
         widths: a member's effective width and its width; empty if unknown.
         notes: parts that were left out, with the reason.
         warnings: problems, each with its fix.
@@ -135,7 +135,7 @@ class Diagnosis:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as numbers, strings, lists and dicts.
+        """Return the report as floats, strings, lists and dicts.
 
         Returns:
             A dict that JSON can hold. Infinite values and NaN become None.

@@ -18,7 +18,7 @@ zero; those sites have no rule here.
 
 Shapes: layer inputs ``(row, ...)``, output gradients ``(class, row, ...)``. There may be several
 rows per sample, as long as the samples come first. Parameters other than weights are short, so
-their gradients are returned as rows ``(batch, class, number)``.
+their gradients are returned as rows ``(batch, class, entry)``.
 """
 
 import math
@@ -38,15 +38,17 @@ FEATURE_NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 def is_norm(layer: nn.Module) -> bool:
-    """Return whether a layer is one of torch's norm layers, with a scale and a shift."""
-    known = isinstance(layer, CHANNEL_NORMS + FEATURE_NORMS)
-    return known and type(layer).__module__.startswith("torch.nn.")
+    """Return True for torch's norm layers, which have a scale and a shift."""
+    if not isinstance(layer, CHANNEL_NORMS + FEATURE_NORMS):
+        return False
+    # A subclass of the user's may compute something else.
+    return type(layer).__module__.startswith("torch.nn.")
 
 
 def has_rule(layer: nn.Module) -> bool:
-    """Return whether the gradients of a layer's parameters can be factored.
+    """Return True if the gradients of a layer's parameters factor.
 
-    Whether they are in a given network, which may use the parameters elsewhere, must be tested.
+    A network may also use the parameters elsewhere, so the result has to be tested on the network.
     """
     if is_norm(layer):
         return True
@@ -82,7 +84,7 @@ def spatial_axes(layer: nn.Module) -> int:
 
 
 def scale_channels(layer: nn.Module, values: Tensor, scale: Tensor | None) -> Tensor:
-    """Multiply the channels of a layer's input or output by numbers ``(channel,)``."""
+    """Multiply the channels of a layer's input or output by a vector ``(channel,)``."""
     if scale is None:
         return values
     return values * scale.reshape(-1, *(1,) * spatial_axes(layer))
@@ -101,13 +103,14 @@ def channel_rows(layer: nn.Module, gradient: Tensor, batch: int) -> Tensor:
 
 
 def norm_rows(layer: Any, gradient: Tensor, batch: int) -> Tensor:
-    """Sum a gradient ``(class, row, ...)`` to the numbers of a norm layer's scale or shift."""
+    """Sum a gradient ``(class, row, ...)`` to the entries of a norm layer's scale or shift."""
     if isinstance(layer, CHANNEL_NORMS):
         gradient = gradient.movedim(2, -1)
-        numbers = gradient.shape[-1]
+        entries = gradient.shape[-1]
     else:
-        numbers = math.prod(layer.normalized_shape)
-    return gradient.reshape(len(gradient), batch, -1, numbers).sum(2).transpose(0, 1)
+        entries = math.prod(layer.normalized_shape)
+    by_sample = gradient.reshape(len(gradient), batch, -1, entries)
+    return by_sample.sum(2).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -178,11 +181,13 @@ def patches(images: Tensor, layer: _ConvNd) -> Tensor:
     copied in long pieces.
     """
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    windows = F.pad(images, layer._reversed_padding_repeated_twice, mode=mode).movedim(1, -1)
+    padded = F.pad(images, layer._reversed_padding_repeated_twice, mode=mode)
+    windows = padded.movedim(1, -1)
     axes = len(layer.kernel_size)
     for i in range(axes):
         reach = (layer.kernel_size[i] - 1) * layer.dilation[i] + 1
-        windows = windows.unfold(1 + i, reach, layer.stride[i])[..., :: layer.dilation[i]]
+        windows = windows.unfold(1 + i, reach, layer.stride[i])
+        windows = windows[..., :: layer.dilation[i]]
     windows = windows.movedim(1 + axes, -1)
     positions = windows.shape[1 : 1 + axes].numel()
     return windows.reshape(len(images), positions, -1)

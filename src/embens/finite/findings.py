@@ -33,7 +33,7 @@ NEARLY_EQUAL = 0.98
 """Cosine of gradients, and coupling, from which members count as one model."""
 
 BIASED = 0.5
-"""Effect of the others through output biases, relative to a member's own, that is reported."""
+"""Effect of other members through output biases that is reported, relative to that of a member."""
 
 
 class Problem(NamedTuple):
@@ -45,18 +45,18 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What checks may use.
+    """Facts about an ensemble, the input of all checks.
 
     Attributes:
         ensemble: the ensemble.
         diagnosis: measurements and suggestions.
         last: the last layers, with the law of the post modulation of their inputs, or None.
-        coupled_sites: the last layers whose law is not centred, or correlated between members.
+        coupled_sites: the last layers with a law that is not centred or correlates members.
         sites: the sites at which members differ.
-        collective: whether members are coupled in the limit by more than output biases.
+        collective: True if members are coupled in the limit by more than output biases.
         biases: the last layers with a trainable shared bias.
         bias_part: their coupling in the limit, or their part in the cosine of two gradients.
-        gamma_chosen: whether gamma was passed.
+        gamma_chosen: True if gamma was passed.
         optimizer: as passed to :func:`embens.diagnose`.
         wanted: as passed to :func:`embens.diagnose`.
     """
@@ -78,7 +78,8 @@ def equal_members(facts: Facts) -> Problem | None:
     """Report members that are the same model."""
     if not facts.diagnosis.one_model:
         return None
-    laws = ", ".join(dict.fromkeys(repr(site.law) for site in facts.ensemble.spec.sites))
+    different_laws = dict.fromkeys(repr(site.law) for site in facts.ensemble.spec.sites)
+    laws = ", ".join(different_laws)
     nearly = "" if facts.diagnosis.coupling == 1 else "nearly "
     return Problem(
         f"all {facts.ensemble.members} members are {nearly}one model ({laws}; cosine of their "
@@ -110,7 +111,9 @@ def uncentred_last_layer(facts: Facts) -> Problem | None:
     for site in facts.sites:
         if site.kind != "post" or site.layer not in facts.last:
             elsewhere.append(site)
-    centred_elsewhere = bool(elsewhere) and all(site.law.overlap == 0 for site in elsewhere)
+    centred_elsewhere = False
+    if elsewhere:
+        centred_elsewhere = all(site.law.overlap == 0 for site in elsewhere)
     if facts.wanted == "independent":
         layers = unmodulated  # laws with a mean are reported by shifted_laws
     elif centred_elsewhere:
@@ -131,14 +134,14 @@ def shared_output_bias(facts: Facts) -> Problem | None:
     """Report a shared bias of the output layer of independent members."""
     laws = facts.last.values()
     centred = bool(laws) and None not in laws and not facts.coupled_sites
-    others = facts.ensemble.members - 1
-    strength = facts.bias_part * others
+    other_members = facts.ensemble.members - 1
+    strength = facts.bias_part * other_members
     if not facts.biases or not centred or facts.collective or strength < BIASED:
         return None
     return Problem(
         f"members are independent except for the shared bias of {_names(facts.biases)}: through it "
-        f"the {others} others together change a member {strength:.2g} times as strongly as it "
-        "changes itself (on these samples, at the current weights)",
+        f"the {other_members} others together change a member {strength:.2g} times as strongly as "
+        "it changes itself (on these samples, at the current weights)",
         "remove the bias of the output layer (bias=False), or freeze it "
         "(bias.requires_grad_(False))",
     )
@@ -190,9 +193,39 @@ def converging_modulations(facts: Facts) -> Problem | None:
     )
 
 
+def crowded_last_layer(facts: Facts) -> Problem | None:
+    """Report fixed masks of the last layer that leave no room for all members.
+
+    Every member needs one direction of the last hidden layer for each output. Members share
+    directions as far as their masks overlap. The shared weights fit all members only if there are
+    at least as many features as different directions, members × outputs × (1 − overlap).
+    """
+    members = facts.ensemble.members
+    for site in facts.sites:
+        if site.kind != "post" or site.layer not in facts.last:
+            return None
+        if site.trainable or site.fresh:
+            return None
+    for site in facts.sites:
+        layer = facts.ensemble.layers[site.layer]
+        if layer.inputs is None or layer.outputs is None:
+            continue
+        directions = members * layer.outputs * (1 - max(site.law.overlap, 0.0))
+        if directions > layer.inputs:
+            return Problem(
+                f"members differ only in masks of the {layer.inputs} features before "
+                f"{site.layer!r}, and {members} members × {layer.outputs} outputs are too many for "
+                f"{site.law!r}: the shared weights cannot fit all members, which costs accuracy",
+                f"use masks that overlap more, such as laws.Bernoulli(0.9), at most "
+                f"{max(1, layer.inputs // layer.outputs)} members, or more features",
+            )
+    return None
+
+
 def large_gamma(facts: Facts) -> Problem | None:
     """Report a gradient scale for independent members where members are coupled."""
-    natural, planned = facts.diagnosis.gamma, facts.diagnosis.planned_gamma
+    natural = facts.diagnosis.gamma
+    planned = facts.diagnosis.planned_gamma
     excess = CHOSEN_GAMMA_EXCESS if facts.gamma_chosen else DEFAULT_GAMMA_EXCESS
     if not facts.collective or planned <= excess * natural:
         return None
@@ -232,14 +265,18 @@ def cancelled_gamma(facts: Facts) -> Problem | None:
     return Problem(
         f"{kind.__name__} divides by the size of the gradient, which cancels gamma={planned:.3g}",
         f"scale the learning rate of the shared parameters instead (the natural one {rate}): "
-        "embens.fit does; in your own loop use ensemble.parameter_groups(…, "
+        "embens.fit does; in a hand-written loop use ensemble.parameter_groups(…, "
         f"optimizer=torch.optim.{kind.__name__}), or use SGD",
     )
 
 
 Check = Callable[[Facts], Problem | None]
 
-SINGLE_MEMBER_CHECKS: tuple[Check, ...] = (input_modulations, output_modulations, cancelled_gamma)
+SINGLE_MEMBER_CHECKS: tuple[Check, ...] = (
+    input_modulations,
+    output_modulations,
+    cancelled_gamma,
+)
 """Checks that make sense for an ensemble of one member."""
 
 CHECKS: tuple[Check, ...] = (
@@ -250,6 +287,7 @@ CHECKS: tuple[Check, ...] = (
     input_modulations,
     output_modulations,
     converging_modulations,
+    crowded_last_layer,
     large_gamma,
     decayed_modulations,
     cancelled_gamma,
@@ -260,7 +298,7 @@ def find(facts: Facts) -> list[Finding]:
     """Return the problems that the checks report.
 
     Args:
-        facts: what is known about the ensemble.
+        facts: facts about the ensemble.
     """
     checks = SINGLE_MEMBER_CHECKS if facts.ensemble.members == 1 else CHECKS
     findings = []
@@ -299,7 +337,7 @@ def optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
 
 
 def ignores_gradient_scale(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer takes the same steps for any multiple of the gradient.
+    """Return True if an optimizer takes the same steps for any multiple of the gradient.
 
     Args:
         kind: a class of optimizers, which is tried on a small parameter.
@@ -309,7 +347,8 @@ def ignores_gradient_scale(kind: type[torch.optim.Optimizer]) -> bool:
         (True, False)
     """
     try:
-        small, large = _trial_step(kind, 1.0), _trial_step(kind, 8.0)
+        small = _trial_step(kind, 1.0)
+        large = _trial_step(kind, 8.0)
     except TypeError:  # step() needs a closure, as in LBFGS
         return False
     except RuntimeError:  # gradients must be sparse, as in SparseAdam

@@ -72,7 +72,8 @@ def gradient_cosines(
                 [1., 1., 1.]])
     """
     check_measurement(ensemble, x, target, criterion)
-    grams = shared_grams(member_gradients(ensemble, x, as_classes(target), criterion))
+    gradients = member_gradients(ensemble, x, as_classes(target), criterion)
+    grams = shared_grams(gradients)
     dtype = _working_dtype(ensemble)
     if by_layer:
         return {layer: cosines(gram).to(dtype) for layer, gram in grams.items()}
@@ -193,7 +194,12 @@ def member_gradients(
         individual_names = individual_site_names(fixed)
         for a in range(count):
             yield _gradients_of_one(
-                fixed.subset([a]), x, target, criterion, shared_names, individual_names
+                fixed.subset([a]),
+                x,
+                target,
+                criterion,
+                shared_names,
+                individual_names,
             )
 
 
@@ -235,7 +241,7 @@ def loss_of(ensemble: EmbeddedEnsemble, outputs: Any, target: Any, criterion: Cr
         ensemble: the ensemble that gave the outputs.
         outputs: ``(member, batch, ...)``, or a container of such tensors.
         target: of the samples.
-        criterion: of one member's outputs; torch's own are applied to the ``logits`` of a dict.
+        criterion: of one member's outputs; those of torch are applied to the ``logits`` of a dict.
     """
     if criterion in (F.cross_entropy, F.mse_loss):
         outputs = logits_of(outputs)
@@ -289,7 +295,10 @@ def random_state_restored(
 
 def joint_norm(gradients: Iterable[Tensor]) -> float:
     """Return the norm of several tensors as one vector."""
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+    total = 0.0
+    for gradient in gradients:
+        total += float(gradient.double().square().sum())
+    return math.sqrt(total)
 
 
 def shared_grams(
@@ -307,7 +316,8 @@ def shared_grams(
 def vector_gram(vectors: Sequence[Tensor]) -> Tensor:
     """Return the scalar products of vectors, in float64; some entries at a time."""
     gram = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
-    for parts in zip(*(vector.split(GRAM_ENTRIES) for vector in vectors), strict=True):
+    chunks = [vector.split(GRAM_ENTRIES) for vector in vectors]
+    for parts in zip(*chunks, strict=True):
         block = torch.stack([part.double().cpu() for part in parts])
         gram += block @ block.T
     return gram

@@ -14,6 +14,7 @@ which bounds the memory and repeats no work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ class MemberGradients:
 
     Attributes:
         weights: the uses of each weight with factored gradients.
-        rows: all other gradients, ``(batch, class, number)``.
+        rows: all other gradients, ``(batch, class, entry)``.
     """
 
     weights: dict[int, list[WeightUse]] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class MemberGradients:
         self.weights.setdefault(id(parameter), []).append(use)
 
     def add_rows(self, parameter: Tensor, rows: Tensor) -> None:
-        """Add to the gradients of a parameter, ``(batch, class, number)``."""
+        """Add to the gradients of a parameter, ``(batch, class, entry)``."""
         if id(parameter) in self.rows:
             rows = self.rows[id(parameter)] + rows
         self.rows[id(parameter)] = rows
@@ -79,56 +80,61 @@ class SampleGradients:
         """Yield both factors of each member's gradients, the same inputs if members agree."""
         uses = [member.weights[key] for member in self.members]
         common = None
-        if all(_same_inputs(uses[0], others) for others in uses[1:]):
+        if all(_same_inputs(uses[0], member_uses) for member_uses in uses[1:]):
             common = _join([use.inputs(self.batch) for use in uses[0]], axis=1)
         for member_uses in uses:
             inputs = common
             if inputs is None:
                 inputs = _join([use.inputs(self.batch) for use in member_uses], axis=1)
-            yield inputs, _join([use.outputs(self.batch) for use in member_uses], axis=2)
+            outputs = _join([use.outputs(self.batch) for use in member_uses], axis=2)
+            yield inputs, outputs
 
 
-def contract(key: int, left: SampleGradients, right: SampleGradients | None = None) -> Tensor:
+def contract(
+    key: int,
+    row_gradients: SampleGradients,
+    column_gradients: SampleGradients | None = None,
+) -> Tensor:
     """Return the Gram matrix of one parameter's gradients.
 
     Args:
         key: the id of the parameter.
-        left: gradients of the rows.
-        right: gradients of the columns; None: the same as ``left``.
+        row_gradients: gradients of the rows.
+        column_gradients: gradients of the columns; None: those of the rows.
 
     Returns:
-        A matrix whose rows and columns are (member, sample, class).
+        A matrix with rows and columns (member, sample, class).
     """
-    sides = [left]
-    if right is not None:
-        sides.append(right)
-    if key in left.members[0].rows:
+    sides = [row_gradients]
+    if column_gradients is not None:
+        sides.append(column_gradients)
+    if key in row_gradients.members[0].rows:
         return gram(*(side.stacked_rows(key) for side in sides))
-    uses = left.members[0].weights[key]
-    if len(uses) == 1 and uses[0].positions(left.batch) == 1:
+    uses = row_gradients.members[0].weights[key]
+    if len(uses) == 1 and uses[0].positions(row_gradients.batch) == 1:
         matrix = _multiply_grams([list(side.factors(key)) for side in sides])
     else:
         matrix = _multiply_built(key, sides, uses[0])
     return matrix.mul_(parameter_scale(uses[0].layer, "weight") ** 2)
 
 
-def gram(left: Tensor, right: Tensor | None = None) -> Tensor:
-    """Return ``left @ right.T``; without ``right`` each pair of rows is multiplied once.
+def gram(rows: Tensor, columns: Tensor | None = None) -> Tensor:
+    """Return ``rows @ columns.T``; without ``columns`` each pair of rows is multiplied once.
 
     Args:
-        left: ``(row, feature)``.
-        right: ``(column, feature)``, or None for ``left`` itself.
+        rows: ``(row, feature)``.
+        columns: ``(column, feature)``, or None for ``rows`` itself.
     """
-    if right is not None:
-        return left @ right.mT
-    count = len(left)
-    if count < 128 or left.shape[1] < 512:
-        return left @ left.mT
-    block = max(64, -(-count // 8))
-    result = left.new_empty(count, count)
+    if columns is not None:
+        return rows @ columns.mT
+    count = len(rows)
+    if count < 128 or rows.shape[1] < 512:
+        return rows @ rows.mT
+    block = max(64, math.ceil(count / 8))
+    result = rows.new_empty(count, count)
     for start in range(0, count, block):
         stop = min(start + block, count)
-        strip = left[start:stop] @ left[start:].mT
+        strip = rows[start:stop] @ rows[start:].mT
         result[start:stop, start:] = strip
         result[stop:, start:stop] = strip[:, stop - start :].mT
     return result
@@ -141,12 +147,12 @@ def _join(parts: list[Tensor], axis: int) -> Tensor:
     return torch.cat(parts, axis)
 
 
-def _same_inputs(uses: list[WeightUse], others: list[WeightUse]) -> bool:
-    """Return whether two members give a weight the same inputs."""
-    for use, other in zip(uses, others, strict=True):
-        if use.post is not None or other.post is not None:
+def _same_inputs(first_uses: list[WeightUse], second_uses: list[WeightUse]) -> bool:
+    """Return True if two members give a weight the same inputs."""
+    for first, second in zip(first_uses, second_uses, strict=True):
+        if first.post is not None or second.post is not None:
             return False
-        if use.value is not other.value and not torch.equal(use.value, other.value):
+        if first.value is not second.value and not torch.equal(first.value, second.value):
             return False
     return True
 
@@ -161,7 +167,9 @@ def _multiply_grams(sides: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
     common = True
     for factors in sides:
         common = common and all(inputs is factors[0][0] for inputs, _ in factors)
-    features, gradients, shapes = [], [], []
+    features = []
+    gradients = []
+    shapes = []
     for factors in sides:
         distinct = factors[:1] if common else factors
         features.append(torch.cat([inputs.flatten(1) for inputs, _ in distinct]))
@@ -183,12 +191,13 @@ def _multiply_built(key: int, sides: list[SampleGradients], use: WeightUse) -> T
         sides: gradients of the rows, and of the columns if they differ.
         use: any use of the parameter.
     """
-    classes, channels = len(use.gradient), use.channels
+    classes = len(use.gradient)
+    channels = use.channels
     features = use.features
     rows = [classes * side.batch * len(side.members) for side in sides]
     tile = max(1, TILE_BYTES // (features * sum(rows) * use.gradient.element_size()))
-    tiles = -(-channels // tile)
-    tile = -(-channels // tiles)  # tiles of about the same size
+    tiles = math.ceil(channels / tile)
+    tile = math.ceil(channels / tiles)  # tiles of about the same size
     buffers = [use.gradient.new_empty(count * features * tile) for count in rows]
     factors = [side.factors(key) for side in sides]
     if tiles > 1:
@@ -206,7 +215,10 @@ def _multiply_built(key: int, sides: list[SampleGradients], use: WeightUse) -> T
 
 
 def _build(
-    factors: Iterable[tuple[Tensor, Tensor]], part: slice, rows: int, buffer: Tensor
+    factors: Iterable[tuple[Tensor, Tensor]],
+    part: slice,
+    rows: int,
+    buffer: Tensor,
 ) -> Tensor:
     """Return the gradients of some channels, one row per (member, sample, class).
 
@@ -222,7 +234,8 @@ def _build(
         features = inputs.shape[2]
         channels = part.stop - part.start
         size = batch * classes * channels * features
-        built = buffer[position : position + size].view(batch, classes * channels, features)
+        built = buffer[position : position + size]
+        built = built.view(batch, classes * channels, features)
         by_position = outputs[..., part].transpose(1, 2).flatten(2)
         torch.bmm(by_position.mT, inputs, out=built)
         position += size

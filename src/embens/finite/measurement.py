@@ -50,7 +50,7 @@ class Budget:
     """Limits on the work of a diagnosis.
 
     Args:
-        samples: the largest number of samples whose gradients are measured.
+        samples: the largest number of samples to measure gradients on.
         members: the largest number of members.
         memory: the largest memory in bytes, besides the ensemble itself.
         generator: draws samples and fresh masks; None: the same ones every time.
@@ -116,38 +116,47 @@ def measure(
         x: inputs as for :func:`embens.diagnose`.
         target: of the samples.
         criterion: of one member's outputs and the target.
-        biases: shared parameters whose part in the gradients is measured separately.
+        biases: shared parameters; their part in the gradients is measured separately.
         budget: limits samples and members.
     """
     notes = []
     allowed = min(ensemble.members, budget.members)
     members = min(allowed, _members_in_memory(ensemble, budget))
-    lengths = {len(leaf) for leaf in tree_leaves((x, target)) if isinstance(leaf, Tensor)}
+    tensors = [leaf for leaf in tree_leaves((x, target)) if isinstance(leaf, Tensor)]
+    lengths = {len(tensor) for tensor in tensors}
     samples = max(lengths, default=1)
     limited = members < allowed
     if len(lengths) == 1:
         order = torch.randperm(samples, generator=budget.generator)
         trial = order[:TRIAL_SAMPLES]
-        trial_bytes = activation_bytes(ensemble, take(x, trial), take(target, trial), criterion)
+        trial_bytes = activation_bytes(
+            ensemble,
+            take(x, trial),
+            take(target, trial),
+            criterion,
+        )
         room = max(2, int(budget.memory / 2 * len(trial) / max(1, trial_bytes)))
-        wanted = min(samples, budget.samples)
-        limited = limited or room < wanted
-        samples = min(wanted, room)
-        x, target = take(x, order[:samples]), take(target, order[:samples])
+        requested = min(samples, budget.samples)
+        limited = limited or room < requested
+        samples = min(requested, room)
+        x = take(x, order[:samples])
+        target = take(target, order[:samples])
     else:
         notes.append("all samples were used, because x and target have different lengths")
     if limited:
         notes.append(f"the budget allowed {members} members and {samples} samples")
     gradients = list(
         geometry.member_gradients(
-            ensemble, x, target, criterion, members=members, generator=budget.generator
+            ensemble,
+            x,
+            target,
+            criterion,
+            members=members,
+            generator=budget.generator,
         )
     )
     grams = geometry.shared_grams(gradients)
-    individual_norms = []
-    for member in gradients:
-        parts = [gradient for site in member.individual.values() for gradient in site]
-        individual_norms.append(geometry.joint_norm(parts))
+    individual_norms = [_individual_norm(member) for member in gradients]
     return Measurement(
         x=x,
         target=target,
@@ -158,6 +167,14 @@ def measure(
         bias_part=_bias_part(ensemble, gradients, grams, biases),
         notes=notes,
     )
+
+
+def _individual_norm(member: geometry.MemberGradient) -> float:
+    """Return the norm of the gradient of all individual parameters of a member."""
+    parts = []
+    for gradients_of_site in member.individual.values():
+        parts += gradients_of_site
+    return geometry.joint_norm(parts)
 
 
 def _members_in_memory(ensemble: EmbeddedEnsemble, budget: Budget) -> int:
@@ -187,7 +204,8 @@ def _bias_part(
         if id(parameter) in bias_ids:
             for vector, member in zip(vectors, gradients, strict=True):
                 vector.append(member.shared[name][position].flatten())
-    norms = geometry.total_gram(grams, len(gradients)).diagonal().sqrt().clamp(min=1e-300)
+    total = geometry.total_gram(grams, len(gradients))
+    norms = total.diagonal().sqrt().clamp(min=1e-300)
     products = geometry.vector_gram([torch.cat(parts) for parts in vectors])
     return float(geometry.off_diagonal(products / norms / norms[:, None]).mean())
 
@@ -215,7 +233,8 @@ def effective_widths(ensemble: EmbeddedEnsemble, x: Any) -> list[float]:
         return []
     try:
         of_member = theory.effective_width(ensemble, samples)
-        return [of_member, theory.effective_width(plain_reference(ensemble), samples)]
+        of_reference = theory.effective_width(plain_reference(ensemble), samples)
+        return [of_member, of_reference]
     except (TypeError, ValueError, RuntimeError):
         return []
 
@@ -238,29 +257,29 @@ def activation_bytes(ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion:
     with geometry.random_state_restored(ensemble), torch.enable_grad():
         single = with_fixed_masks(ensemble).subset([0])
         args, kwargs = single.bind(x)
-        with kept_bytes(single) as kept:
+        with saved_bytes(single) as bytes_by_storage:
             geometry.loss_of(single, single(*args, **kwargs), target, criterion)
-    return sum(kept.values())
+    return sum(bytes_by_storage.values())
 
 
 @contextmanager
-def kept_bytes(ensemble: EmbeddedEnsemble) -> Iterator[dict[int, int]]:
+def saved_bytes(ensemble: EmbeddedEnsemble) -> Iterator[dict[int, int]]:
     """Count the bytes that graphs keep for their backward passes, by storage.
 
     Args:
         ensemble: its weights are not counted.
     """
     weights = {t.untyped_storage().data_ptr() for t in ensemble.state_dict().values()}
-    kept: dict[int, int] = {}
+    bytes_by_storage: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            bytes_by_storage[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
+        yield bytes_by_storage
 
 
 def suggest_rates(
@@ -285,7 +304,8 @@ def suggest_rates(
     if ensemble.spec.sites and shared > 0 and individual > 0:
         factor = math.sqrt(shared / individual)
     rows = torch.arange(min(RATE_SAMPLES, measurement.samples))
-    x, target = take(measurement.x, rows), take(measurement.target, rows)
+    x = take(measurement.x, rows)
+    target = take(measurement.target, rows)
     try:
         with geometry.random_state_restored(ensemble, generator):
             # A copy, because a pass may update running statistics.
@@ -297,7 +317,11 @@ def suggest_rates(
 
 
 def sharpness(
-    ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion: Criterion, gamma: float
+    ensemble: EmbeddedEnsemble,
+    x: Any,
+    target: Any,
+    criterion: Criterion,
+    gamma: float,
 ) -> float:
     r"""Return :math:`\lambda_{\max}(\Theta H)` by power iterations.
 

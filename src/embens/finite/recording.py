@@ -81,7 +81,7 @@ class Recorder:
     Attributes:
         general: the trainable parameters without a rule, by id; set by :meth:`survey`.
         classes: the number of outputs per sample; set by :meth:`survey`.
-        size: about how many numbers one sample of one member needs; set by :meth:`survey`.
+        size: approximate memory of one sample of one member, in entries; set by :meth:`survey`.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
@@ -102,7 +102,8 @@ class Recorder:
 
     def record(self, samples: Samples) -> Recording:
         """Run all members and keep the calls of layers with a rule."""
-        outputs, calls = [], []
+        outputs = []
+        calls = []
         for a in range(self.ensemble.members):
             output, member_calls = self._run(samples.inputs, a)
             outputs.append(output)
@@ -160,7 +161,9 @@ class Recorder:
     def _hook(self, facts: LayerFacts) -> Callable:
         def record(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             # Backward passes with checkpoints call layers again; these calls are not recorded.
-            if self._calls is None or not isinstance(output, Tensor) or not output.requires_grad:
+            if self._calls is None:
+                return
+            if not isinstance(output, Tensor) or not output.requires_grad:
                 return
             calls, self._calls = self._calls, None
             value = args[0] if args else next(iter(kwargs.values()))
@@ -170,18 +173,27 @@ class Recorder:
         return record
 
     def _factored(
-        self, a: int, calls: list[Call], output: Tensor, cotangents: Tensor, batch: int
+        self,
+        a: int,
+        calls: list[Call],
+        output: Tensor,
+        cotangents: Tensor,
+        batch: int,
     ) -> MemberGradients:
         """Return a member's gradients of the parameters with a rule."""
         member = MemberGradients()
-        for call, gradients in zip(calls, backward(output, calls, cotangents), strict=True):
+        gradients_of_calls = backward(output, calls, cotangents)
+        for call, gradients in zip(calls, gradients_of_calls, strict=True):
             add_call(member, call, gradients, a, batch)
         return member
 
     # Parameters without a rule
 
     def _add_general(
-        self, members: list[MemberGradients], inputs: Inputs, cotangents: Sequence[Tensor]
+        self,
+        members: list[MemberGradients],
+        inputs: Inputs,
+        cotangents: Sequence[Tensor],
     ) -> None:
         """Add the gradients of general parameters, by autograd for one sample at a time."""
         batch = len(inputs[0])
@@ -190,7 +202,8 @@ class Recorder:
             rows.append({key: [] for key in self.general})
         for i in range(batch):
             with torch.enable_grad():
-                outputs = self.ensemble(*(x[i : i + 1] for x in inputs), chunk=1).unbind()
+                sample = [x[i : i + 1] for x in inputs]
+                outputs = self.ensemble(*sample, chunk=1).unbind()
             for a, member_rows in enumerate(rows):
                 for cotangent in cotangents[a]:
                     gradients = self._autograd(outputs[a], cotangent[i : i + 1], a)
@@ -205,7 +218,11 @@ class Recorder:
         """Return a member's gradients of the general parameters, each as a vector."""
         parameters = list(self.general.values())
         gradients = torch.autograd.grad(
-            output, parameters, cotangent, retain_graph=True, materialize_grads=True
+            output,
+            parameters,
+            cotangent,
+            retain_graph=True,
+            materialize_grads=True,
         )
         vectors = {}
         for key, gradient in zip(self.general, gradients, strict=True):
@@ -217,7 +234,7 @@ class Recorder:
     # Survey
 
     def survey(self, pair: Inputs) -> None:
-        """Find the parameters whose rules hold; raise if samples depend on each other.
+        """Find the parameters with rules that hold; raise if samples depend on each other.
 
         Args:
             pair: two samples. Noise is added to them, so that they differ.
@@ -246,18 +263,19 @@ class Recorder:
         size = 0
         for call in calls:
             if call.facts.name in layers:
-                size += 2 * call.value.numel() * getattr(call.layer, "num_embeddings", 1)
+                embeddings = getattr(call.layer, "num_embeddings", 1)
+                size += 2 * call.value.numel() * embeddings
         self.size = math.ceil(size / len(pair[0]))
 
     def _find_general(self, inputs: Inputs) -> tuple[set[int], list[Call]]:
-        """Return the ids of the parameters whose rules do not hold, and all recorded calls."""
+        """Return the ids of the parameters with rules that do not hold, and all recorded calls."""
         sample = tuple(x[:1] for x in inputs)
         output, calls = self._run(inputs, 0)
         self.classes = output[0].numel()
         if not output.isfinite().all():
             raise RuntimeError("outputs are not finite; check the inputs and the weights")
         alone = self._run_alone(sample, output)
-        weights = torch.cos(1.0 + torch.arange(output.numel()))  # generic numbers
+        weights = torch.cos(1.0 + torch.arange(output.numel()))  # generic values
         cotangent = weights.to(output).view_as(output)
         expected = self._expected_gradients(sample, cotangent[:1])
         gradients, general = _try_rules(output, calls, cotangent[None])
@@ -309,8 +327,8 @@ class Recorder:
             ) from error
         if first.shape[1:] != output.shape[1:] or not _is_close(output[:1], first):
             raise ValueError(
-                "the output of a sample depends on the samples beside it, or is random. A kernel "
-                "between samples needs outputs that are functions of one sample. Call "
+                "the output of a sample depends on other samples of its batch, or is random. A "
+                "kernel between samples needs outputs that are functions of one sample. Call "
                 "ensemble.eval() for Dropout and batch statistics, and make the batch the first "
                 "axis of inputs and outputs."
             )
@@ -322,11 +340,15 @@ def _parameters(ensemble: EmbeddedEnsemble) -> list[Tensor]:
 
 
 def _try_rules(
-    output: Tensor, calls: list[Call], cotangents: Tensor
+    output: Tensor,
+    calls: list[Call],
+    cotangents: Tensor,
 ) -> tuple[SampleGradients, set[int]]:
-    """Return the first member's gradients, and the ids of parameters whose rules fail."""
-    member, failed = MemberGradients(), set()
-    for call, gradients in zip(calls, backward(output, calls, cotangents), strict=True):
+    """Return the first member's gradients, and the ids of parameters with rules that fail."""
+    member = MemberGradients()
+    failed = set()
+    gradients_of_calls = backward(output, calls, cotangents)
+    for call, gradients in zip(calls, gradients_of_calls, strict=True):
         try:
             add_call(member, call, gradients, 0, len(output))
         except RuntimeError:  # the layer was called without the batch axis
@@ -335,7 +357,7 @@ def _try_rules(
 
 
 def _reproduces(gradients: SampleGradients, key: int, expected: Tensor) -> bool:
-    """Return whether the first sample's gradient has the norm that autograd gives."""
+    """Return True if the first sample's gradient has the norm that autograd gives."""
     member = gradients.members[0]
     uses = member.weights.get(key, [])
     if (key in member.rows) == bool(uses):
@@ -350,22 +372,24 @@ def _reproduces(gradients: SampleGradients, key: int, expected: Tensor) -> bool:
 
 
 def _keeps_samples_first(key: int, calls: list[Call], alone: list[Call]) -> bool:
-    """Return whether a parameter's layers see the first sample's rows first.
+    """Return True if a parameter's layers see the first sample's rows first.
 
     Args:
-        key: the id of a parameter whose gradient vanishes, so that it cannot be compared.
+        key: the id of a parameter with a gradient of 0, which cannot be compared.
         calls: of two samples.
         alone: of the first sample alone.
     """
     if len(calls) != len(alone):
         return False
     used = False
-    for call, other in zip(calls, alone, strict=True):
+    for call, single_call in zip(calls, alone, strict=True):
         if key not in call.facts.parameter_keys():
             continue
         used = True
-        rows = len(other.value)
-        if len(call.value) != 2 * rows or not _is_close(call.value[:rows], other.value):
+        rows = len(single_call.value)
+        if len(call.value) != 2 * rows:
+            return False
+        if not _is_close(call.value[:rows], single_call.value):
             return False
     return used
 

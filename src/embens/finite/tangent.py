@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 Outputs = Literal["all", "trace", "target", "nll"]
+Blocks = dict[tuple[int, int], Tensor]
 
 PASS_BYTES = 2**29
 """Memory for one chunk of samples of all members, if no chunk size is given."""
@@ -83,7 +84,8 @@ class FiniteKernel:
             tensor([[2., 1.],
                     [1., 2.]])
         """
-        result = gradient_factor(gamma, self.members, self.natural_gamma) * self.shared
+        factor = gradient_factor(gamma, self.members, self.natural_gamma)
+        result = factor * self.shared
         members = range(self.members)
         result[members, members] += self.individual
         return result
@@ -147,15 +149,18 @@ def ntk(
     """
     check_measurement(ensemble, x1)
     check_choice("outputs", outputs, get_args(Outputs))
-    left = Samples(as_inputs(x1, "x1"))
-    left = Samples(left.inputs, _check_target(outputs, target, len(left), "target"))
-    right = None
+    row_inputs = as_inputs(x1, "x1")
+    row_target = _check_target(outputs, target, len(row_inputs[0]), "target")
+    row_samples = Samples(row_inputs, row_target)
+    column_samples = None
     if x2 is not None:
-        right = Samples(as_inputs(x2, "x2"))
-        right = Samples(right.inputs, _check_target(outputs, target2, len(right), "target2"))
+        column_inputs = as_inputs(x2, "x2")
+        column_target = _check_target(outputs, target2, len(column_inputs[0]), "target2")
+        column_samples = Samples(column_inputs, column_target)
     elif target2 is not None:
         raise ValueError("target2 belongs to x2, got target2 without x2. Leave it out.")
-    return KernelComputation(with_fixed_masks(ensemble), outputs).kernel(left, right, chunk)
+    computation = KernelComputation(with_fixed_masks(ensemble), outputs)
+    return computation.kernel(row_samples, column_samples, chunk)
 
 
 def _check_target(outputs: Outputs, target: Tensor | None, count: int, name: str) -> Tensor | None:
@@ -196,17 +201,30 @@ class KernelComputation:
         self._classes = 1  # that are contracted, in all
         self._classes_at_once = 1  # that are in memory together
 
-    def kernel(self, left: Samples, right: Samples | None, chunk: int | None) -> FiniteKernel:
-        """Return the kernel between two sets of samples, or of one set with itself."""
+    def kernel(
+        self,
+        row_samples: Samples,
+        column_samples: Samples | None,
+        chunk: int | None,
+    ) -> FiniteKernel:
+        """Return the kernel between two sets of samples.
+
+        Args:
+            row_samples: the samples of the rows.
+            column_samples: the samples of the columns; None: those of the rows.
+            chunk: the number of samples that run at once; None: chosen.
+        """
         with torch.no_grad():
-            self.recorder.survey(_first_and_last(left, right))
+            self.recorder.survey(_first_and_last(row_samples, column_samples))
             if self.outputs in ("all", "trace"):
                 self._classes = self.recorder.classes
             if self.outputs == "all":
                 self._classes_at_once = self._classes
-            shared, individual = self._all_blocks(left, right, self._chunk_size(chunk))
+            size = self._chunk_size(chunk)
+            shared, individual = self._all_blocks(row_samples, column_samples, size)
         if self.outputs != "all":
-            shared, individual = shared[..., 0, 0], individual[..., 0, 0]
+            shared = shared[..., 0, 0]
+            individual = individual[..., 0, 0]
         return FiniteKernel(shared, individual, self.ensemble.natural_gamma)
 
     def _chunk_size(self, chunk: int | None) -> int:
@@ -218,31 +236,31 @@ class KernelComputation:
         return max(1, PASS_BYTES // max(1, sample_bytes * self.ensemble.members))
 
     def _all_blocks(
-        self, left: Samples, right: Samples | None, chunk: int
+        self,
+        row_samples: Samples,
+        column_samples: Samples | None,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         """Return both parts of the kernel, always with class axes."""
-        chunks = left.split(chunk)
-        other_chunks = chunks if right is None else right.split(chunk)
+        row_chunks = row_samples.split(chunk)
+        column_chunks = row_chunks
+        if column_samples is not None:
+            column_chunks = column_samples.split(chunk)
         blocks: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        for i, samples in enumerate(chunks):
-            first = self.recorder.record(samples)
-            for j, others in enumerate(other_chunks):
-                if right is not None or j > i:
-                    blocks[i, j] = self._block(first, self.recorder.record(others))
+        for i, row_chunk in enumerate(row_chunks):
+            rows = self.recorder.record(row_chunk)
+            for j, column_chunk in enumerate(column_chunks):
+                if column_samples is not None or j > i:
+                    columns = self.recorder.record(column_chunk)
+                    blocks[i, j] = self._block(rows, columns)
                 elif j == i:
-                    blocks[i, j] = self._block(first, None)
+                    blocks[i, j] = self._block(rows, None)
                 else:
-                    shared, individual = blocks[j, i]
-                    shared = shared.permute(1, 0, 3, 2, 5, 4)
-                    blocks[i, j] = shared, individual.permute(0, 2, 1, 4, 3)
-        parts = []
-        for part in (0, 1):
-            rows = []
-            for i in range(len(chunks)):
-                row = [blocks[i, j][part] for j in range(len(other_chunks))]
-                rows.append(torch.cat(row, -3))
-            parts.append(torch.cat(rows, -4))
-        return parts[0], parts[1]
+                    blocks[i, j] = _transpose_block(*blocks[j, i])
+        shared = {place: block[0] for place, block in blocks.items()}
+        individual = {place: block[1] for place, block in blocks.items()}
+        counts = len(row_chunks), len(column_chunks)
+        return _join_blocks(shared, *counts), _join_blocks(individual, *counts)
 
     def _block(self, first: Recording, second: Recording | None) -> tuple[Tensor, Tensor]:
         """Return the shared and the individual part for two chunks of samples.
@@ -260,9 +278,9 @@ class KernelComputation:
         individual = zeros(members, rows * classes, columns * classes)
         for start in range(0, self._classes, classes):
             part = range(start, start + classes)
-            left = self._gradients(first, part)
-            right = None if second is None else self._gradients(second, part)
-            self._add_grams(shared, individual, left, right)
+            row_gradients = self._gradients(first, part)
+            column_gradients = None if second is None else self._gradients(second, part)
+            self._add_grams(shared, individual, row_gradients, column_gradients)
         shared = shared.view(members, rows, classes, members, columns, classes)
         individual = individual.view(members, rows, classes, columns, classes)
         return shared.permute(0, 3, 1, 4, 2, 5), individual.transpose(2, 3)
@@ -271,25 +289,30 @@ class KernelComputation:
         self,
         shared: Tensor,
         individual: Tensor,
-        left: SampleGradients,
-        right: SampleGradients | None,
+        row_gradients: SampleGradients,
+        column_gradients: SampleGradients | None,
     ) -> None:
-        """Add the Gram matrices of all parameters."""
-        for key in left.parameter_keys():
-            if key in self.recorder.individual:
+        """Add the Gram matrices of all parameters, and free the memory of their gradients."""
+        for key in row_gradients.parameter_keys():
+            if key not in self.recorder.individual:
+                shared += contract(key, row_gradients, column_gradients)
+            elif column_gradients is None:
                 for a in range(self.ensemble.members):
-                    member_right = None if right is None else right.member(a)
-                    individual[a] += contract(key, left.member(a), member_right)
+                    individual[a] += contract(key, row_gradients.member(a))
             else:
-                shared += contract(key, left, right)
-            left.discard(key)
-            if right is not None:
-                right.discard(key)
+                for a in range(self.ensemble.members):
+                    individual[a] += contract(
+                        key, row_gradients.member(a), column_gradients.member(a)
+                    )
+            row_gradients.discard(key)
+            if column_gradients is not None:
+                column_gradients.discard(key)
 
     def _gradients(self, recording: Recording, classes: range) -> SampleGradients:
         cotangents = []
         for output in recording.outputs:
-            cotangents.append(self._cotangents(output, recording.samples.target, classes))
+            cotangent = self._cotangents(output, recording.samples.target, classes)
+            cotangents.append(cotangent)
         return self.recorder.gradients(recording, cotangents)
 
     def _cotangents(self, output: Tensor, target: Tensor | None, classes: range) -> Tensor:
@@ -298,13 +321,14 @@ class KernelComputation:
         Args:
             output: of one member.
             target: the classes of the samples, for "target" and "nll".
-            classes: the outputs that are wanted, for "all" and "trace".
+            classes: the outputs to differentiate, for "all" and "trace".
         """
         values = output.detach()
         if target is None:
-            chosen = values.new_zeros(len(classes), values[0].numel())
-            chosen[range(len(classes)), classes] = 1.0
-            return chosen.view(len(chosen), 1, *values.shape[1:]).expand(-1, *values.shape)
+            unit_vectors = values.new_zeros(len(classes), values[0].numel())
+            unit_vectors[range(len(classes)), classes] = 1.0
+            unit_vectors = unit_vectors.view(len(classes), 1, *values.shape[1:])
+            return unit_vectors.expand(-1, *values.shape)
         if values.dim() != 2:
             raise ValueError(
                 f"outputs={self.outputs!r} is for classification, with outputs (batch, class), got "
@@ -316,18 +340,35 @@ class KernelComputation:
                 f"target has classes from {smallest} to {largest}, but the outputs have "
                 f"{values.shape[1]} classes, counted from 0."
             )
-        chosen = F.one_hot(target, values.shape[1]).to(values.dtype)
+        one_hot = F.one_hot(target, values.shape[1]).to(values.dtype)
         if self.outputs == "target":
-            return chosen[None]
-        return (values.softmax(1) - chosen)[None]
+            return one_hot[None]
+        return (values.softmax(1) - one_hot)[None]
 
 
-def _first_and_last(left: Samples, right: Samples | None) -> Inputs:
+def _transpose_block(shared: Tensor, individual: Tensor) -> tuple[Tensor, Tensor]:
+    """Exchange both members, both samples and both classes of a block."""
+    return shared.permute(1, 0, 3, 2, 5, 4), individual.permute(0, 2, 1, 4, 3)
+
+
+def _join_blocks(blocks: Blocks, rows: int, columns: int) -> Tensor:
+    """Concatenate blocks ``(…, batch, batch, class, class)`` along both batch axes."""
+    bands = []
+    for i in range(rows):
+        band = [blocks[i, j] for j in range(columns)]
+        bands.append(torch.cat(band, -3))
+    return torch.cat(bands, -4)
+
+
+def _first_and_last(row_samples: Samples, column_samples: Samples | None) -> Inputs:
     """Return two samples that are likely to differ."""
-    first = left.inputs
-    last = first if right is None else right.inputs
+    first = row_samples.inputs
+    last = first if column_samples is None else column_samples.inputs
     for x, y in zip(first, last, strict=True):
         if x.shape[1:] != y.shape[1:] or x.dtype != y.dtype:
             last = first
             break
-    return tuple(torch.cat([x[:1], y[-1:]]) for x, y in zip(first, last, strict=True))
+    pairs = []
+    for x, y in zip(first, last, strict=True):
+        pairs.append(torch.cat([x[:1], y[-1:]]))
+    return tuple(pairs)

@@ -1,6 +1,6 @@
 """Access to the parts of an ensemble that its public interface does not show.
 
-All other files of this room read members through these functions.
+All other files of ``embens.finite`` read members through these functions.
 """
 
 import copy
@@ -19,7 +19,7 @@ def plain_reference(ensemble: EmbeddedEnsemble) -> nn.Module:
         ensemble: any ensemble.
 
     Returns:
-        A module that holds the very parameters that members share, under the reference's names.
+        The module that holds the shared parameters, under the reference's names.
     """
     return ensemble.reference
 
@@ -68,7 +68,7 @@ def site_values(ensemble: EmbeddedEnsemble, site: Any) -> Tensor:
 
 
 def with_fixed_masks(ensemble: EmbeddedEnsemble) -> EmbeddedEnsemble:
-    """Return an ensemble whose fresh masks are drawn once, from torch's global generator.
+    """Replace fresh masks by fixed ones, drawn once from torch's global generator.
 
     Args:
         ensemble: any ensemble; returned as it is if no mask is fresh.
@@ -85,9 +85,13 @@ def with_fixed_masks(ensemble: EmbeddedEnsemble) -> EmbeddedEnsemble:
     sites = []
     for site in ensemble.spec.sites:
         if site.fresh:
-            shape = (ensemble.members, site.size)
-            values[site.key] = site.law.sample(shape, dtype=example.dtype, device=example.device)
+            values[site.key] = site.law.sample(
+                (ensemble.members, site.size),
+                dtype=example.dtype,
+                device=example.device,
+            )
         sites.append(replace(site, fresh=False))
-    fixed = EmbeddedEnsemble(reference, replace(ensemble.spec, sites=tuple(sites)), values)
+    spec = replace(ensemble.spec, sites=tuple(sites))
+    fixed = EmbeddedEnsemble(reference, spec, values)
     fixed.chunk = ensemble.chunk
     return fixed
