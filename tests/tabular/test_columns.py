@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy import stats
 from tabular.problems import mixed_table, regressor
 
 from embens.tabular import columns
@@ -20,18 +19,6 @@ from embens.tabular.perceptron import Encoder
 
 def learn(table, weights=None, **changes):
     return learn_columns(table, Arguments(**changes), weights)
-
-
-def original_edges(column):
-    return column.edges.double().numpy() * column.scale + column.centre
-
-
-def scores(values, **changes):
-    """Return the scores of one column in float64."""
-    table = from_array(values[:, None])
-    preprocessing = learn(table, **changes)
-    encoder = Encoder(preprocessing).double()
-    return encoder(*preprocessing.encode(table, torch.float64))[:, 0].numpy()
 
 
 class TestKindsOfColumns:
@@ -72,67 +59,30 @@ class TestKindsOfColumns:
         table = from_frame(pd.DataFrame({"text": text, "x": np.arange(80.0)}))
         preprocessing = learn(table)
         assert preprocessing.categorical == []
-        assert preprocessing.notes == [
-            "text has a different text in nearly every row and is ignored"
-        ]
+        (note,) = preprocessing.notes
+        assert note.startswith("Columns with a different text in nearly every row, ignored")
+        assert note.endswith("'text'.")
         assert len(learn(table, categorical_features=["text"]).categorical) == 1
 
-    def test_a_column_without_values_is_ignored_with_a_note(self):
-        preprocessing = learn(from_array(np.array([[np.nan, 1.0], [np.nan, 2.0]])))
-        assert preprocessing.notes == ["column 0 has no values and is ignored"]
-
-
-class TestBins:
-    def test_a_tied_value_is_an_edge_and_the_others_share_the_remaining_bins(self):
-        rng = np.random.default_rng(0)
-        values = np.where(rng.random(4000) < 0.92, 0.0, np.exp(rng.normal(size=4000)))
-        (column,) = learn(from_array(values[:, None]), bins=16).numeric
-        edges = original_edges(column)
-        assert len(edges) == 17
-        assert (edges == 0).sum() == 1
-        positive = np.sort(values[values > 0])
-        share = np.searchsorted(positive, edges[1:] * (1 + 1e-6)) / len(positive)
-        np.testing.assert_allclose(share, np.linspace(0, 1, 16), atol=0.01)
-
-    @pytest.mark.parametrize(("rows", "bins"), [(300, 32), (8192, 64), (40_000, 128)])
-    def test_the_number_of_bins_grows_with_the_number_of_rows(self, rows, bins):
-        values = np.random.default_rng(0).normal(size=(rows, 1))
-        (column,) = learn(from_array(values)).numeric
-        assert len(column.edges) == bins + 1
-
-    def test_edges_of_a_tree_lie_where_the_target_changes(self):
-        x = np.random.default_rng(0).uniform(size=(2000, 1))
-        target = torch.from_numpy(x > 0.61).double()
-        arguments = Arguments(binning="tree", bins=8)
-        (column,) = learn_columns(from_array(x), arguments, None, target).numeric
-        below = x[x <= 0.61].max()
-        assert np.abs(original_edges(column) - below).min() < 1e-6
-
-    def test_weights_equal_repeated_rows(self):
-        rng = np.random.default_rng(0)
-        values, weights = rng.normal(size=(30, 2)), rng.integers(1, 5, 30)
-        weighted = learn(from_array(values), torch.from_numpy(weights).double(), bins=6)
-        repeated = learn(from_array(values.repeat(weights, axis=0)), bins=6)
-        for one, other in zip(weighted.numeric, repeated.numeric, strict=True):
-            assert one.centre == pytest.approx(other.centre)
-            torch.testing.assert_close(one.edges, other.edges)
-            torch.testing.assert_close(one.scores, other.scores)
-
-
-class TestScores:
-    def test_quantile_scores_are_normal_for_any_distribution(self):
-        values = np.exp(3 * np.random.default_rng(0).normal(size=2000))
-        normal = scores(values, bins=32)
-        assert normal.mean() == pytest.approx(0, abs=1e-6)
-        assert normal.std() == pytest.approx(1, abs=1e-6)
-        expected = stats.norm.ppf((stats.rankdata(values) - 0.5) / len(values))
-        assert np.corrcoef(normal, expected)[0, 1] > 0.99
-
-    def test_standard_scores_are_the_standardised_numbers(self):
-        values = np.random.default_rng(0).uniform(5, 9, size=500)
-        standardised = (values - values.mean()) / values.std()
-        standard = scores(values, scaling="standard", bins=8)
-        np.testing.assert_allclose(standard, standardised, atol=1e-5)
+    def test_columns_that_are_ignored_or_read_as_numbers_are_named(self):
+        frame = pd.DataFrame({"number": np.arange(60.0), "letter": list("ab") * 30})
+        assert learn(from_frame(frame)).notes == []
+        frame["nothing"] = np.nan
+        frame["never"] = pd.Series([None] * 60, dtype="string")
+        frame["one"] = 1.0
+        frame["same"] = "x"
+        frame["flag"] = pd.Series([1.0, np.nan] * 30)  # being missing is information
+        frame["when"] = pd.date_range("2024-01-01", periods=60)
+        frame["wait"] = pd.to_timedelta(np.arange(60), unit="h")
+        assert learn(from_frame(frame)).notes == [
+            "Columns without a value, ignored: 'nothing', 'never'.",
+            "Columns with one value only, ignored: 'one', 'same'.",
+            "Columns read as seconds and as month, day, weekday, hour, because they are dates: "
+            "'when'.",
+            "Columns read as seconds, because they are times or durations: 'wait'.",
+        ]
+        many = from_array(np.ones((3, 30)))
+        assert learn(many).notes[0].endswith("'column 19' and 10 more.")
 
 
 class TestCategories:
@@ -158,7 +108,7 @@ class TestCategories:
         preprocessing = learn(from_frame(frame))
         inputs = sum(len(column.used_codes) for column in preprocessing.categorical)
         assert inputs <= 2 * columns.MAX_INPUTS
-        assert "1000 categorical columns: 4 categories kept of each" in preprocessing.notes
+        assert "1000 categorical columns: 4 categories kept of each." in preprocessing.notes
 
     def test_the_time_is_linear_in_the_number_of_columns(self):
         rng = np.random.default_rng(0)

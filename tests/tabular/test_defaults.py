@@ -1,58 +1,23 @@
-"""Validation of arguments, the rules behind "auto", and the split of rows."""
+"""Validation of arguments, and the rules behind "auto"."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from tabular.problems import classes_of, classifier, mixed_table
 
 from embens import laws
 from embens.tabular import defaults
-from embens.tabular.defaults import Arguments
-
-
-def split(rows, fraction="auto", *, stride=4, strata=None):
-    generator = torch.Generator().manual_seed(0)
-    return defaults.split_rows(rows, fraction, stride=stride, strata=strata, generator=generator)
-
-
-@pytest.mark.parametrize("stride", [2, 4])
-@pytest.mark.parametrize("rows", [10, 49, 50, 1000])
-def test_every_row_is_in_exactly_one_part(rows, stride):
-    parts = split(rows, stride=stride)
-    together = torch.cat([parts.train, parts.validation, parts.calibration])
-    assert together.sort().values.tolist() == list(range(rows))
-    held_out = 0 if rows < 50 else rows // 5
-    assert len(parts.calibration) == held_out // stride
-    assert len(parts.validation) == held_out - held_out // stride
-
-
-def test_at_most_ten_thousand_rows_are_held_out_by_default():
-    assert len(split(200_000).validation) == 7_500
-    assert len(split(1000, 0.5).validation) == 375
-    assert len(split(1000, 0).validation) == 0
-
-
-def test_strata_keep_their_proportions_and_none_is_held_out_completely():
-    strata = torch.tensor([0] * 700 + [1] * 290 + [2] * 9 + [3])
-    parts = split(1000, strata=strata)
-    held_out = strata[torch.cat([parts.validation, parts.calibration])].bincount(minlength=4)
-    assert held_out.tolist() == pytest.approx([140, 58, 1.8, 0], abs=1)
-    assert (strata[parts.train].bincount() > 0).all()
-
-
-def test_a_fraction_that_leaves_no_training_rows_is_an_error():
-    with pytest.raises(ValueError, match="leaves no training rows"):
-        split(1, 0.9)
+from embens.tabular.defaults import Arguments, choose_sizes
+from embens.tabular.pipeline import size_candidates
 
 
 def test_a_tiny_table_is_one_batch_without_dropout():
-    sizes = defaults.choose_sizes(30, Arguments())
+    sizes = choose_sizes(30, Arguments())
     assert (sizes.batch_size, sizes.dropout) == (30, 0.0)
 
 
 def test_a_large_table_has_the_smallest_number_of_epochs():
-    assert defaults.choose_sizes(10**6, Arguments()).epochs == defaults.MIN_EPOCHS
+    assert choose_sizes(10**6, Arguments()).epochs == defaults.MIN_EPOCHS
 
 
 @pytest.mark.parametrize(
@@ -85,10 +50,13 @@ def test_separate_networks_take_no_law():
         classifier("independent", law=laws.Bernoulli(0.9)).fit(X, classes_of(target))
 
 
-def test_the_race_compares_only_what_is_auto():
-    sizes = defaults.choose_sizes(1000, Arguments())
-    assert len(defaults.race_candidates(sizes, Arguments())) == len(defaults.RACE)
-    fixed_dropout = defaults.race_candidates(sizes, Arguments(dropout=0.2))
+def candidates(arguments):
+    return size_candidates(choose_sizes(1000, arguments), arguments)
+
+
+def test_the_search_compares_only_what_is_auto():
+    assert len(candidates(Arguments())) == len(defaults.REGULARISATIONS)
+    fixed_dropout = candidates(Arguments(dropout=0.2))
     assert {candidate.dropout for candidate in fixed_dropout} == {0.2}
     assert len(fixed_dropout) == 2
-    assert len(defaults.race_candidates(sizes, Arguments(dropout=0.2, weight_decay=0.0))) == 1
+    assert len(candidates(Arguments(dropout=0.2, weight_decay=0.0))) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,10 +19,11 @@ from tabular.problems import classes_of, classifier, fitted, mixed_table, regres
 from embens.tabular import (
     EmbeddedEnsembleClassifier,
     EmbeddedEnsembleRegressor,
+    estimator,
     neg_crps,
     neg_nll,
 )
-from embens.tabular.frames import from_frame
+from embens.tabular.frames import from_array, from_frame
 
 QUICK = [
     EmbeddedEnsembleClassifier(members=4, width=32, max_epochs=40, tune=False),
@@ -30,6 +33,7 @@ IGNORED = (
     "ignore:SCIPY_ARRAY_API",
     "ignore::sklearn.exceptions.SkipTestWarning",
     "ignore::sklearn.exceptions.DataConversionWarning",
+    "ignore:Columns with one value only",
 )
 
 
@@ -98,9 +102,11 @@ class TestArguments:
 def test_every_input_of_the_network_has_a_name(embedding):
     X, target = mixed_table(100)
     X["when"] = pd.date_range("2024-01-01", periods=100, freq="h")
-    model = classifier(numerical_embedding=embedding, max_epochs=1).fit(X, classes_of(target))
+    model = classifier(numerical_embedding=embedding, max_epochs=1)
+    with pytest.warns(UserWarning, match="dates: 'when'"):
+        model.fit(X, classes_of(target))
     names = model.feature_names_out_
-    encoder = model.ensemble_.reference.encoder
+    encoder = model.fitted_.encoder
     inputs = encoder(*model.preprocessing_.encode(from_frame(X)))
     assert len(names) == inputs.shape[1] == len(set(names))
     assert {"size (score)", "size", "when:weekday", "colour = red", "size is missing"} <= {*names}
@@ -143,3 +149,61 @@ class TestFittedAttributes:
         shared = fitted("classifier", "batch_ensemble")[0].n_parameters_
         separate = fitted("classifier", "independent")[0].n_parameters_
         assert shared < separate / 2
+
+
+@pytest.mark.parametrize("kind", [EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor])
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("epochs", "'max_epochs'"),
+        ("learning_rate", "'lr'"),
+        ("n_estimators", "'members'"),
+        ("seed", "'random_state'"),
+        ("progress", "verbose=1"),
+        ("device", "CPU"),
+        ("member", "did you mean 'members'"),
+    ],
+)
+def test_arguments_of_other_libraries_get_a_hint(kind, name, fix):
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no argument '{name}'.*{fix}"):
+        kind(**{name: 1})
+    assert copy.copy(kind(members=3)).members == 3
+
+
+class TestFastPrediction:
+    """Whole matrices and blocks of rows give the predictions of the members one by one."""
+
+    @pytest.mark.parametrize("make", [classifier, regressor])
+    @pytest.mark.parametrize("family", ["batch_ensemble", "mc_dropout", "independent"])
+    def test_blocks_agree_with_each_member_alone(self, make, family, monkeypatch):
+        rng = np.random.default_rng(0)
+        X = rng.normal(size=(150, 4))
+        X[::9, 1] = np.nan
+        y = X[:, 0] > 0
+        if make is regressor:
+            y = X[:, 0] * 3
+        model = make(family, max_epochs=3).fit(X, y)
+        monkeypatch.setattr(estimator, "PREDICTION_ROWS", 64)
+        fitted_model = model.fitted_
+        numbers, codes = fitted_model.preprocessing.encode(from_array(X))
+        with torch.no_grad():
+            inputs = fitted_model.encoder(numbers, codes)
+            members = [fitted_model.ensemble.member(a).eval()(inputs) for a in range(4)]
+        expected = fitted_model.head.summarise(torch.stack(members))[0]
+        if make is regressor:
+            np.testing.assert_allclose(model.predict(X), expected[:, 0], rtol=1e-5, atol=1e-6)
+        else:
+            np.testing.assert_allclose(model.predict_proba(X), expected, rtol=1e-5, atol=1e-6)
+
+    def test_one_conversion_of_all_columns_agrees_with_columns_one_by_one(self):
+        rng = np.random.default_rng(0)
+        frame = pd.DataFrame(rng.normal(size=(120, 3)), columns=list("abc"))
+        frame["d"] = rng.integers(0, 9, 120)
+        frame.loc[::5, "b"] = np.nan
+        model = regressor(max_epochs=2).fit(frame, frame["a"])
+        by_columns = frame.astype({"d": "Int64"})  # an extension type is read by columns
+        assert from_frame(frame).matrix is not None
+        assert from_frame(by_columns).matrix is None
+        np.testing.assert_array_equal(model.predict(frame), model.predict(by_columns))
+        one_row = model.predict(frame[:1])  # products of other shapes round differently
+        np.testing.assert_allclose(model.predict(frame)[:1], one_row, rtol=1e-4)

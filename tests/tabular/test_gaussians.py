@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import integrate, stats
-from tabular.problems import mixed_table, regressor
+from scipy import stats
+from tabular.problems import fitted, mixed_table, regressor
 
+from embens.mixtures import crps, negative_log_likelihood
 from embens.tabular import gaussians, load, neg_crps, neg_nll
 from embens.tabular.gaussians import GaussianHead
 from embens.tabular.perceptron import DetachedOutputs
@@ -17,13 +18,13 @@ from embens.tabular.perceptron import DetachedOutputs
 MEAN = torch.tensor([[-1.0, 0.3], [0.5, 0.2], [2.0, 7.0]], dtype=torch.float64)
 STD = torch.tensor([[0.5, 1.0], [1.0, 0.1], [0.3, 2.0]], dtype=torch.float64)
 OUTPUTS = torch.stack([MEAN, 2 * STD.log()], -1)
-Y = torch.tensor([[0.4], [0.1]], dtype=torch.float64)
+Y = torch.tensor([[0.4, 1.0], [0.1, 1.0]], dtype=torch.float64)  # a number and its weight
 LOSSES = ("likelihood", "squared", "quantile", "student")
 
 
 def test_the_metric_is_the_negative_log_density_of_the_mixture():
     found = GaussianHead(1).metric(OUTPUTS, Y)
-    torch.testing.assert_close(found, -gaussians.log_density(MEAN, STD, Y[:, 0]).mean())
+    torch.testing.assert_close(found, negative_log_likelihood(MEAN, STD, Y[:, 0]).mean())
 
 
 def test_losses_equal_their_definitions():
@@ -36,7 +37,7 @@ def test_losses_equal_their_definitions():
     levels = gaussians.LEVELS.double()
     quantiles = torch.linspace(-1, 2, 9, dtype=torch.float64).expand(1, 2, 9)
     found = GaussianHead(1, loss="quantile").criterion(quantiles, Y)
-    off = Y - quantiles[0]
+    off = Y[:, :1] - quantiles[0]
     pinball = torch.where(off > 0, levels * off, (levels - 1) * off)
     torch.testing.assert_close(found[0], 2 * pinball.mean(-1))
 
@@ -49,13 +50,13 @@ def test_the_scales_are_quantiles_of_students_t():
 def test_a_detached_variance_does_not_train_the_hidden_layers():
     torch.manual_seed(0)
     trunk, last = torch.nn.Linear(3, 8), torch.nn.Linear(8, 2)
-    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    x, y = torch.randn(20, 3), torch.cat([torch.randn(20, 1), torch.ones(20, 1)], 1)
     body = torch.nn.Sequential(trunk, torch.nn.Tanh(), DetachedOutputs(last))
     torch.testing.assert_close(body(x), last(trunk(x).tanh()))
     GaussianHead(1, loss="squared").criterion(body(x), y).mean().backward()
     ours = trunk.weight.grad.clone()
     trunk.weight.grad = None
-    (0.5 * (body(x)[:, :1] - y).square().sum(1)).mean().backward()
+    (0.5 * (body(x)[:, 0] - y[:, 0]).square()).mean().backward()
     torch.testing.assert_close(ours, trunk.weight.grad)
     assert body[-1].second.weight.grad.abs().sum() > 0
 
@@ -78,7 +79,7 @@ def test_the_log_transform_gives_the_moments_of_a_lognormal():
     np.testing.assert_allclose(found[1], law.std(), rtol=5e-2)
     parts = [p[:, :1, 0] for p in head.mixture(outputs)]
     grid = torch.from_numpy(law.ppf((np.arange(500) + 0.5) / 500))
-    divergence = law.logpdf(grid) - gaussians.log_density(*parts, grid).numpy()
+    divergence = law.logpdf(grid) + negative_log_likelihood(*parts, grid).numpy()
     assert 0 < divergence.mean() < 0.02  # nats
 
 
@@ -86,7 +87,7 @@ def test_the_log_transform_gives_the_moments_of_a_lognormal():
 def test_a_transform_and_its_way_back_are_inverse(transform):
     values = torch.from_numpy(np.random.default_rng(0).lognormal(size=(500, 2)))
     head = GaussianHead(2, transform=transform).scaled(values, torch.ones(500).double())
-    packed = head.pack(values, None, torch.float64)
+    packed = head.pack(values, torch.ones(500), torch.float64)
     torch.testing.assert_close(head.unpack(packed)[0], values)
     if transform == "quantile":
         assert stats.skew(packed[:, 0].numpy()) == pytest.approx(0, abs=0.2)
@@ -128,51 +129,54 @@ def test_the_stopping_metric_depends_on_the_loss_by_default():
         assert explicit.stopping == "crps"
 
 
-def distribution(y, column):
-    parts = [stats.norm.cdf(y, m, s) for m, s in zip(MEAN[:, column], STD[:, column], strict=True)]
-    return np.mean(parts, 0)
-
-
-@pytest.mark.parametrize("column", [0, 1])
-class TestMixture:
-    def test_the_density_is_the_slope_of_the_distribution_function(self, column):
-        y, step = 0.7, 1e-5
-        slope = (distribution(y + step, column) - distribution(y - step, column)) / (2 * step)
-        found = gaussians.log_density(MEAN[:, column], STD[:, column], torch.tensor(y)).exp()
-        assert found.item() == pytest.approx(slope, rel=1e-6)
-
-    @pytest.mark.parametrize("level", [0.01, 0.3, 0.5, 0.95])
-    def test_quantiles_invert_the_distribution_function(self, column, level):
-        found = gaussians.quantile(MEAN, STD, level)[column].item()
-        assert distribution(found, column) == pytest.approx(level, abs=1e-9)
-
-    def test_the_crps_equals_its_integral(self, column):
-        y = 0.4
-        expected = integrate.quad(
-            lambda t: (distribution(t, column) - (t >= y)) ** 2, -40, 60, points=[y], limit=400
-        )[0]
-        found = gaussians.crps(MEAN, STD, torch.full((2,), y, dtype=torch.float64))[column]
-        assert found.item() == pytest.approx(expected, abs=1e-7)
-
-
-def test_the_crps_of_many_rows_equals_that_of_each_row():
-    rows = 2 * gaussians.CACHED_NUMBERS // 40 + 3  # several blocks, the last one smaller
-    mean, std = torch.randn(2, 40, rows, 1, dtype=torch.float64)
-    std, y = std.abs() + 0.01, torch.zeros(rows, 1, dtype=torch.float64)
-    found = gaussians.crps(mean, std, y)
-    for row in (0, rows // 2, rows - 1):
-        torch.testing.assert_close(found[row], gaussians.crps(mean[:, row], std[:, row], y[row]))
-
-
 def test_the_stopping_crps_is_that_of_the_transformed_target():
     plain = GaussianHead(1, stopping="crps", mean=3.0, std=2.0)
     torch.testing.assert_close(plain.metric(OUTPUTS, Y), plain.crps(OUTPUTS, Y))
     values = torch.exp(torch.randn(200, 1, dtype=torch.float64))
     head = GaussianHead(1, stopping="crps", transform="log").scaled(values, torch.ones(200))
-    expected = head.std * gaussians.crps(MEAN[..., None], STD[..., None], Y).mean()
+    expected = head.std * crps(MEAN, STD, Y[:, 0]).mean()
     torch.testing.assert_close(head.metric(OUTPUTS, Y), expected.squeeze())
 
 
+def test_the_constant_prediction_has_the_quantiles_of_the_target():
+    target = torch.stack([torch.arange(1000.0), torch.ones(1000)], 1)
+    head = GaussianHead(1, loss="quantile")
+    constant = head.constant_outputs(target)
+    np.testing.assert_allclose(constant[0, 0], gaussians.LEVELS * 999, rtol=1e-5)
+    assert GaussianHead(3).constant_outputs(target).shape == (1, 1, 6)
+
+
+class TestBounds:
+    """Quantiles and intervals have values that the target can have."""
+
+    def predictions(self, y):
+        X, _ = mixed_table(300)
+        model = regressor(max_epochs=10, validation_fraction=0.7).fit(X, y)
+        quantiles = model.predict_quantiles(X, (0.001, 0.5, 0.999))
+        return np.column_stack([quantiles, model.predict_interval(X, 0.97)])
+
+    def test_a_target_that_is_not_negative_has_no_negative_quantiles(self):
+        _, y = mixed_table(300)
+        assert self.predictions(y - y.min()).min() == 0
+        assert self.predictions(y - 0.5).min() < y.min() - 0.5
+
+    def test_quantiles_of_counts_are_counts(self):
+        _, y = mixed_table(300)
+        counts = np.random.default_rng(0).poisson(np.exp(y - 1))
+        values = self.predictions(counts)
+        assert values.min() == 0
+        np.testing.assert_array_equal(values, values.round())
+
+    def test_rounding_keeps_every_integer_that_was_inside(self):
+        head = GaussianHead(1, integer=torch.tensor([True]))
+        ends = torch.linspace(-3, 3, 61, dtype=torch.float64)[:, None]
+        rounded = head.within_bounds(ends)
+        for y in range(-3, 4):
+            assert ((ends <= y) <= (rounded <= y)).all()
+            assert ((ends >= y) <= (rounded >= y)).all()
+
+
 def test_a_quantile_level_of_one_is_an_error():
+    model, X, _ = fitted("regressor")
     with pytest.raises(ValueError, match="between 0 and 1"):
-        gaussians.quantile(MEAN, STD, 1.0)
+        model.predict_quantiles(X, [0.5, 1.0])

@@ -1,25 +1,38 @@
-"""The reference network: its encoder, its parts, and that torch.fx can trace it."""
+"""The encoder, the reference network, and that every ensemble of tables runs folded."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from tabular.problems import classes_of, classifier, mixed_table, regressor
+from tabular.problems import classes_of, classifier, fitted, mixed_table, regressor
 from torch import nn
 
 from embens.tabular.columns import learn_columns
 from embens.tabular.defaults import Arguments
 from embens.tabular.frames import from_array, from_frame
-from embens.tabular.perceptron import Encoder, Periodic, build_network
+from embens.tabular.perceptron import (
+    EncodedBatches,
+    Encoder,
+    Periodic,
+    Rows,
+    build_network,
+    run_members,
+)
 
 
-def encode(values, **changes):
-    """Return the preprocessing of an array and its encoded columns, in float64."""
+def encoded_columns(values, **changes):
+    """Return the preprocessing of an array, its encoder, and its numbers and codes in float64."""
     table = from_array(np.asarray(values, dtype=float).reshape(len(values), -1))
     preprocessing = learn_columns(table, Arguments(**changes))
     encoder = Encoder(preprocessing).double()
-    return preprocessing, encoder(*preprocessing.encode(table, torch.float64))
+    return preprocessing, encoder, preprocessing.encode(table, torch.float64)
+
+
+def encode(values, **changes):
+    """Return the preprocessing of an array and the inputs of the network, in float64."""
+    preprocessing, encoder, columns = encoded_columns(values, **changes)
+    return preprocessing, encoder(*columns)
 
 
 def test_bins_are_the_piecewise_linear_encoding():
@@ -59,9 +72,12 @@ def test_a_missing_number_has_an_indicator_and_zeros():
     assert preprocessing.numeric[0].has_missing
 
 
-def test_a_column_without_values_is_encoded_as_zeros():
-    _, inputs = encode([[np.nan, 1.0], [np.nan, 2.0], [np.nan, 3.0]], bins=2)
-    assert inputs[:, 0].abs().sum() == 0
+@pytest.mark.parametrize("value", [np.nan, 7.0])
+def test_a_column_without_information_is_encoded_as_zeros_for_any_value(value):
+    preprocessing, inputs = encode([[value, 1.0], [value, 2.0], [value, 3.0]], bins=2)
+    assert inputs[:, [0, 2]].abs().sum() == 0
+    other = preprocessing.encode(from_array(np.array([[9.0, 2.0]])), torch.float64)
+    torch.testing.assert_close(Encoder(preprocessing).double()(*other), inputs[1:2])
 
 
 def test_large_numbers_keep_their_differences_in_float32():
@@ -76,23 +92,40 @@ def test_every_numerical_embedding_trains(embedding):
     X, target = mixed_table()
     model = classifier(numerical_embedding=embedding, max_epochs=25).fit(X, classes_of(target))
     assert model.score(X, classes_of(target)) > 0.6
-    network = build_network(model.preprocessing_, model.head_, model, model.sizes_)
-    assert isinstance(network.body[0], Periodic) == (embedding in ("periodic", "both"))
+    network = build_network(model.fitted_.encoder, model.head_, model, model.sizes_)
+    assert isinstance(network[0], Periodic) == (embedding in ("periodic", "both"))
 
 
 @pytest.mark.parametrize("embedding", ["piecewise", "both"])
 @pytest.mark.parametrize("loss", ["quantile", "squared"])
-def test_fx_traces_the_network_and_rows_are_independent(embedding, loss):
+def test_tables_with_categories_and_missing_values_run_folded(embedding, loss):
     X, target = mixed_table(60)
     X["number"] = np.arange(60.0)  # without missing values
     model = regressor(numerical_embedding=embedding, loss=loss, dropout=0.1, max_epochs=1)
-    model.fit(X, target)
-    network = build_network(model.preprocessing_, model.head_, model, model.sizes_).eval()
-    numbers, codes = model.preprocessing_.encode(from_frame(X))
-    traced = torch.fx.symbolic_trace(network)
-    outputs = traced(numbers, codes)
-    torch.testing.assert_close(outputs, network(numbers, codes))
-    torch.testing.assert_close(traced(numbers[7:8], codes[7:8]), outputs[7:8])
+    ensemble = model.fit(X, target).ensemble_
+    assert ensemble.executor == "folded"
+
+
+def test_batches_cover_all_rows_in_a_new_order_in_every_pass():
+    _, encoder, table = encoded_columns(np.arange(10.0), bins=2)
+    numbers, codes = table
+    rows = Rows(numbers, codes, torch.arange(10.0)[:, None])
+    batches = EncodedBatches(rows, encoder, 4, torch.Generator().manual_seed(0))
+    orders = [torch.cat([target[:, 0] for _, target in batches]).tolist() for _ in range(2)]
+    assert [sorted(order) for order in orders] == [list(range(10))] * 2
+    assert orders[0] != orders[1] != list(range(10))
+    (inputs, target), *_ = EncodedBatches(rows, encoder, 4)
+    torch.testing.assert_close(inputs, encoder(numbers, codes)[:4])
+    assert target[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_outputs_of_many_rows_are_those_of_each_row():
+    model, X, _ = fitted()
+    preprocessing, encoder = model.preprocessing_, model.fitted_.encoder
+    numbers, codes = preprocessing.encode(from_frame(X))
+    many = run_members(model.ensemble_, encoder, numbers.repeat(20, 1), codes.repeat(20, 1))
+    few = run_members(model.ensemble_, encoder, numbers, codes)
+    torch.testing.assert_close(many, few.repeat(1, 20, 1))
 
 
 def test_periodic_appends_sines_and_cosines():
@@ -108,8 +141,8 @@ def test_periodic_appends_sines_and_cosines():
 def test_dropout_follows_every_hidden_layer():
     X, target = mixed_table(60)
     model = regressor(depth=3, dropout=0.2, max_epochs=1).fit(X, target)
-    network = build_network(model.preprocessing_, model.head_, model, model.sizes_)
-    kinds = [type(module).__name__ for module in network.body]
+    network = build_network(model.fitted_.encoder, model.head_, model, model.sizes_)
+    kinds = [type(module).__name__ for module in network]
     assert kinds == ["Linear", "ReLU", "Dropout"] * 3 + ["Linear"]
-    rates = [module.p for module in network.body if isinstance(module, nn.Dropout)]
+    rates = [module.p for module in network if isinstance(module, nn.Dropout)]
     assert rates == [0.2] * 3

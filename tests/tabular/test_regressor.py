@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -50,6 +51,18 @@ class TestTheRegressor:
         assert model.held_out_ is None
 
 
+def test_intervals_of_fewer_than_a_hundred_calibration_rows_are_reported():
+    X, y = mixed_table(600)
+    model = regressor(max_epochs=8, validation_fraction=0.3).fit(X, y)
+    assert len(model.head_.scores) == 90
+    with pytest.warns(UserWarning, match=r"Only 90 held-out rows .* deviation of 0\.03"):
+        model.predict_interval(X)
+    model = regressor(max_epochs=8, validation_fraction=0.4).fit(X, y)
+    assert len(model.head_.scores) == 120
+    with warnings.catch_warnings(action="error"):
+        model.predict_interval(X)
+
+
 def test_one_quantile_is_a_vector():
     model, X, _ = fitted("regressor")
     both = model.predict_quantiles(X, (0.3, 0.5))
@@ -78,3 +91,13 @@ def test_a_distribution_score_of_a_classifier_is_an_error_with_the_right_scorer(
     model, X, y = fitted("classifier")
     with pytest.raises(TypeError, match="neg_log_loss"):
         neg_crps(model, X, y)
+
+
+def test_the_mean_of_a_target_that_is_never_negative_is_not_negative():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(200, 2))
+    y = np.maximum(X[:, 0], 0.0)
+    model = regressor(max_epochs=5, target_transform="none").fit(X, y)
+    assert model.predict(4 * X).min() >= 0
+    shifted = regressor(max_epochs=5, target_transform="none").fit(X, y - 1)
+    assert shifted.predict(4 * X).min() < 0

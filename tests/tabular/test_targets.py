@@ -24,36 +24,41 @@ class TestClassHead:
         codes = torch.arange(30).remainder(3)[:, None]
         weights = torch.rand(30, generator=generator, dtype=torch.float64)
         chance = outputs.softmax(-1).mean(0).numpy()
-        plain = ClassHead((THREE,))
-        found = plain.metric(outputs, plain.pack(codes, None, torch.float64))
-        assert found.item() == pytest.approx(log_loss(codes[:, 0], chance))
-        head = ClassHead((THREE,), weighted=True)
-        found = head.metric(outputs, head.pack(codes, weights, torch.float64))
-        expected = log_loss(codes[:, 0], chance, sample_weight=weights.numpy())
-        assert found.item() == pytest.approx(expected)
+        head = ClassHead((THREE,))
+        for row_weights in (torch.ones(30), weights):
+            found = head.metric(outputs, head.pack(codes, row_weights, torch.float64))
+            expected = log_loss(codes[:, 0], chance, sample_weight=row_weights.numpy())
+            assert found.item() == pytest.approx(expected)
 
     def test_a_weighted_criterion_is_the_weighted_mean_of_the_plain_one(self):
         generator = torch.Generator().manual_seed(0)
         outputs = torch.randn(20, 5, generator=generator)
         codes = torch.stack([torch.arange(20) % 3, torch.arange(20) % 2], 1)
-        several, weighted = ClassHead((THREE, TWO)), ClassHead((THREE, TWO), weighted=True)
+        head = ClassHead((THREE, TWO))
         weights = torch.rand(20, generator=generator)
-        one = several.criterion(outputs, several.pack(codes, None, torch.float32))
-        other = weighted.criterion(outputs, weighted.pack(codes, weights, torch.float32))
+        one = head.criterion(outputs, head.pack(codes, torch.ones(20), torch.float32))
+        other = head.criterion(outputs, head.pack(codes, weights, torch.float32))
         torch.testing.assert_close(other, one * weights)
+
+    def test_the_constant_prediction_has_the_weighted_frequencies(self):
+        head = ClassHead((THREE, TWO))
+        codes = torch.tensor([[0, 1], [1, 1], [1, 0]])
+        target = head.pack(codes, torch.tensor([4.0, 1.0, 1.0]), torch.float64)
+        first, second = head.probabilities(head.constant_outputs(target))
+        np.testing.assert_allclose(first[0, 0], np.array([4, 2, 0.5]) / 6.5)
+        np.testing.assert_allclose(second[0, 0], [1 / 6, 5 / 6])
 
 
 @pytest.mark.parametrize(
     "head",
     [
         ClassHead((THREE,)),
-        ClassHead((THREE,), weighted=True),
         ClassHead((TWO, THREE)),
         GaussianHead(2),
-        GaussianHead(1, weighted=True),
+        GaussianHead(1),
         GaussianHead(2, loss="squared"),
         GaussianHead(2, loss="student"),
-        GaussianHead(2, loss="quantile", weighted=True),
+        GaussianHead(2, loss="quantile"),
     ],
 )
 def test_the_criterion_of_all_members_equals_that_of_each_member(head):
@@ -61,7 +66,7 @@ def test_the_criterion_of_all_members_equals_that_of_each_member(head):
     outputs = torch.randn(4, 7, head.outputs, generator=generator, dtype=torch.float64)
     labels = len(head.labels) if isinstance(head, ClassHead) else head.targets
     values = torch.randint(2, (7, labels), generator=generator)
-    weights = torch.rand(7, generator=generator).double() if head.weighted else None
+    weights = torch.rand(7, generator=generator).double()
     target = head.pack(values, weights, torch.float64)
     together = head.criterion(outputs, target)
     alone = torch.stack([head.criterion(o, target) for o in outputs])
@@ -69,7 +74,7 @@ def test_the_criterion_of_all_members_equals_that_of_each_member(head):
     if isinstance(head, ClassHead):
         chances = torch.stack([p.softmax(-1)[:, :, 0] for p in outputs.split(head.sizes, -1)])
         zero = head.pack(torch.zeros_like(values), weights, torch.float64)
-        by_hand = -chances.log().sum(0) * (1.0 if weights is None else weights)
+        by_hand = -chances.log().sum(0) * weights
         torch.testing.assert_close(head.criterion(outputs, zero), by_hand)
 
 
@@ -79,7 +84,8 @@ def test_the_prior_of_the_factor_matters_for_few_rows_only():
     for rows in (7, 10_000):
         near = torch.from_numpy(0.25 * rng.normal(size=(rows, 1)))
         outputs = torch.zeros(4, rows, 2)
-        head = GaussianHead(1).calibrated(outputs, near)
+        target = torch.cat([near, torch.ones_like(near)], 1)
+        head = GaussianHead(1).calibrated(outputs, target)
         factors.append(float(head.temperature[0]))
         by_hand = math.sqrt((float((near**2).sum()) + 30) / (rows + 30))
         assert factors[-1] == pytest.approx(by_hand, abs=1e-3)

@@ -2,13 +2,8 @@ r"""Learn how to encode the columns of a table, and encode tables.
 
 A table becomes two tensors: ``numbers`` (float) and ``codes`` (integer categories). Numeric columns
 are centred and scaled in float64 and then stored as float32, with NaN for missing values. The
-network (:class:`embens.tabular.perceptron.Encoder`) expands them batch by batch with the bins
-learned here.
-
-**Bins.** A value that many rows share is an edge. The other edges of a numeric column are quantiles
-of the remaining rows, or the thresholds of a small decision tree (``binning="tree"``). Each edge
-has a *score*: the normal quantile of the column there (``scaling="quantile"``), or the standardised
-value (``"standard"``).
+encoder (:class:`embens.tabular.perceptron.Encoder`) expands them batch by batch with the bins of
+:mod:`embens.tabular.bins`.
 
 **Categories.** The most frequent categories are kept, up to a budget. All others, including those
 that first appear at prediction, share the category *rare*. Missing is a category.
@@ -19,7 +14,6 @@ never see their own target: they are assigned to folds, and a row uses the stati
 folds. (scikit-learn's ``TargetEncoder`` does the same without sample weights.)
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor
 
+from embens.tabular.bins import bin_edges, edge_scores, robust_scale
 from embens.tabular.defaults import Arguments
-from embens.tabular.frames import Table, choose_categorical
+from embens.tabular.frames import DATE_PARTS, Table, choose_categorical
 
 MAX_INPUTS = 4096  # network inputs of all bins together, and of all categories together
 MAX_SCALED = 1e30  # scaled numbers are clipped to what float32 can hold; bins end long before
@@ -43,6 +37,7 @@ MANY_CATEGORIES = 32  # columns with more categories have target statistics
 FOLDS = 5
 PRIOR_ROWS = 10.0  # weight of the overall mean in the mean target of a category
 MAX_STATISTICS = 10  # targets with more columns have no statistics
+MAX_NAMES = 20  # of columns in a remark
 MIN_TEXT_VALUES = 50  # distinct values from which a column can be free text
 
 
@@ -96,12 +91,14 @@ class CategoricalColumn:
 
     @property
     def used_codes(self) -> list[int]:
-        """The codes that have an input of the network."""
+        """The codes that have an input of the network; none if the column is constant."""
         codes = list(range(len(self.categories)))
         if self.has_rare:
             codes.append(len(self.categories))
         if self.has_missing:
             codes.append(len(self.categories) + 1)
+        if len(codes) == 1:
+            return []
         return codes
 
 
@@ -113,7 +110,7 @@ class Preprocessing:
         names: names of all columns.
         numeric: the numeric columns; a date contributes several.
         categorical: the categorical columns.
-        notes: remarks for the user about ignored columns.
+        notes: remarks for the user about columns that are ignored or read in another way.
     """
 
     names: list[str]
@@ -144,11 +141,8 @@ class Preprocessing:
             folds = torch.zeros(table.rows, dtype=torch.int64)
         numbers = torch.empty(table.rows, self.width, dtype=dtype)
         codes = torch.empty(table.rows, len(self.categorical), dtype=torch.int64)
-        for j, column in enumerate(self.numeric):
-            values = table.numbers(column.position, column.part)
-            scaled = (values - column.centre) / column.scale
-            numbers[:, j] = torch.from_numpy(scaled.clip(-MAX_SCALED, MAX_SCALED))
         first = len(self.numeric)
+        numbers[:, :first] = torch.from_numpy(self._scale_numbers(table))
         for j, column in enumerate(self.categorical):
             labels = table.labels(column.position)
             codes[:, j] = _to_codes(labels, column.categories)
@@ -158,6 +152,18 @@ class Preprocessing:
                 numbers[:, first : first + count] = column.statistics[folds, rows]
                 first += count
         return numbers, codes
+
+    def _scale_numbers(self, table: Table) -> np.ndarray:
+        """Return the numeric columns, centred and scaled, ``(row, numeric column)``."""
+        if table.matrix is not None and not any(column.part for column in self.numeric):
+            values = table.matrix[:, [column.position for column in self.numeric]]
+        else:
+            values = np.empty((table.rows, len(self.numeric)))
+            for j, column in enumerate(self.numeric):
+                values[:, j] = table.numbers(column.position, column.part)
+        centres = [column.centre for column in self.numeric]
+        scales = [column.scale for column in self.numeric]
+        return ((values - centres) / scales).clip(-MAX_SCALED, MAX_SCALED)
 
     def input_names(self, embedding: str) -> list[str]:
         """Return the names of the outputs of :class:`~embens.tabular.perceptron.Encoder`."""
@@ -208,14 +214,19 @@ def learn_columns(
     """
     if weights is None:
         weights = torch.ones(table.rows, dtype=torch.float64)
-    notes: list[str] = []
     categorical_positions = choose_categorical(table, arguments.categorical_features)
     numeric = _learn_numeric_columns(
-        table, categorical_positions, arguments, weights.numpy(), target, notes
+        table, categorical_positions, arguments, weights.numpy(), target
     )
-    categorical = _learn_categorical_columns(
-        table, categorical_positions, arguments, weights, target, folds, notes
-    )
+    texts = []
+    if isinstance(arguments.categorical_features, str):  # the user has listed none
+        texts = [j for j in categorical_positions if _is_text(table.labels(j))]
+    categories = [position for position in categorical_positions if position not in texts]
+    budget = max(2, min(int(arguments.max_categories), MAX_INPUTS // max(1, len(categories))))
+    categorical = _learn_categorical_columns(table, categories, budget, weights, target, folds)
+    notes = _describe_columns(table, numeric, categorical, texts)
+    if budget < arguments.max_categories and len(categories) > 16:
+        notes.append(f"{len(categories)} categorical columns: {budget} categories kept of each.")
     return Preprocessing(table.names, numeric, categorical, notes)
 
 
@@ -225,7 +236,6 @@ def _learn_numeric_columns(
     arguments: Arguments,
     weights: np.ndarray,
     target: Tensor | None,
-    notes: list[str],
 ) -> list[NumericColumn]:
     excluded = set(categorical_positions)
     places = []
@@ -240,15 +250,10 @@ def _learn_numeric_columns(
     tree_target = None
     if arguments.binning == "tree" and target is not None:
         tree_target = target.numpy()
-    columns = []
-    for position, part in places:
-        column = _learn_numeric_column(
-            table, position, part, weights, bins, arguments.scaling, tree_target
-        )
-        if len(column.edges) == 0:
-            notes.append(f"{table.names[position]} has no values and is ignored")
-        columns.append(column)
-    return columns
+    return [
+        _learn_numeric_column(table, position, part, weights, bins, arguments.scaling, tree_target)
+        for position, part in places
+    ]
 
 
 def _learn_numeric_column(
@@ -271,7 +276,7 @@ def _learn_numeric_column(
     if tree_target is not None:
         tree_target = tree_target[present]
     values, weights = values[present], weights[present]
-    centre, scale = _robust_scale(values, weights)
+    centre, scale = robust_scale(values, weights)
     scaled = ((values - centre) / scale).clip(-MAX_SCALED, MAX_SCALED)
     scaled = scaled.astype("float32").astype("float64")  # as the network sees them
     edges = bin_edges(scaled, weights, bins, tree_target)
@@ -288,116 +293,24 @@ def _learn_numeric_column(
     )
 
 
-def _robust_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Return the median and a standard deviation that outliers do not change."""
-    lower, median, upper = _weighted_quantiles(values, weights, [0.25, 0.5, 0.75])
-    scale = (upper - lower) / 1.349  # the interquartile range of a standard normal is 1.349
-    if scale == 0:
-        scale = np.average(np.abs(values - median), weights=weights)
-    if not 0 < scale < math.inf:
-        scale = 1.0
-    return float(median), float(scale)
-
-
-def _weighted_quantiles(values: np.ndarray, weights: np.ndarray, levels: Any) -> np.ndarray:
-    return np.quantile(values, levels, weights=weights, method="inverted_cdf")
-
-
-def bin_edges(
-    values: np.ndarray, weights: np.ndarray, bins: int, target: np.ndarray | None = None
-) -> np.ndarray:
-    """Return at most ``bins + 1`` edges, increasing, all of them values of rows.
-
-    Args:
-        values: the values of a column, without missing ones.
-        weights: sample weights.
-        bins: the number of bins.
-        target: ``(row, number)`` for edges from a decision tree; None for quantiles.
-    """
-    distinct, inverse = np.unique(values, return_inverse=True)
-    if len(distinct) <= bins + 1:
-        return distinct
-    if target is not None:
-        return _tree_edges(values, weights, bins, target, distinct)
-    # A value with more than one bin's share of the rows is an edge. Quantiles of all rows would
-    # repeat it, and the duplicates would leave few bins for the other rows.
-    mass = np.bincount(inverse, weights)
-    is_tied = mass > mass.sum() / bins
-    tied = distinct[is_tied]
-    remaining = ~is_tied[inverse]
-    edges = list(tied)
-    if remaining.any():
-        levels = np.linspace(0, 1, max(2, bins + 1 - len(tied)))
-        edges += list(_weighted_quantiles(values[remaining], weights[remaining], levels))
-    return np.unique(edges)
-
-
-def _tree_edges(
-    values: np.ndarray, weights: np.ndarray, bins: int, target: np.ndarray, distinct: np.ndarray
-) -> np.ndarray:
-    from sklearn.tree import DecisionTreeRegressor
-
-    tree = DecisionTreeRegressor(
-        max_leaf_nodes=bins, min_samples_leaf=max(1, len(values) // (4 * bins)), random_state=0
-    )
-    tree.fit(values[:, None], target, sample_weight=weights)
-    is_split = tree.tree_.feature >= 0
-    thresholds = tree.tree_.threshold[is_split]
-    below = distinct[np.searchsorted(distinct, thresholds, side="right") - 1]
-    return np.unique([distinct[0], *below, distinct[-1]])
-
-
-def edge_scores(
-    values: np.ndarray, weights: np.ndarray, edges: np.ndarray, scaling: str
-) -> np.ndarray:
-    """Return scores at the edges such that interpolated scores have mean 0 and variance 1."""
-    scores = edges
-    if scaling == "quantile":
-        order = np.argsort(values)
-        ordered = values[order]
-        mass = np.concatenate([[0.0], np.cumsum(weights[order])])
-        below = mass[np.searchsorted(ordered, edges, side="left")]
-        up_to = mass[np.searchsorted(ordered, edges, side="right")]
-        scores = ndtri((below + up_to) / (2 * mass[-1]))
-    interpolated = np.interp(values, edges, scores)
-    mean = np.average(interpolated, weights=weights)
-    std = math.sqrt(np.average((interpolated - mean) ** 2, weights=weights))
-    if std == 0:
-        std = 1.0
-    return (scores - mean) / std
-
-
 def _learn_categorical_columns(
     table: Table,
     positions: list[int],
-    arguments: Arguments,
+    budget: int,
     weights: Tensor,
     target: Tensor | None,
     folds: Tensor | None,
-    notes: list[str],
 ) -> list[CategoricalColumn]:
-    chosen_by_type = isinstance(arguments.categorical_features, str)
-    labels_by_position = {}
-    for position in positions:
-        labels = table.labels(position)
-        if chosen_by_type and _is_text(labels):
-            notes.append(
-                f"{table.names[position]} has a different text in nearly every row and is ignored"
-            )
-        else:
-            labels_by_position[position] = labels
-    count = len(labels_by_position)
-    budget = max(2, min(int(arguments.max_categories), MAX_INPUTS // max(1, count)))
-    if budget < arguments.max_categories and count > 16:
-        notes.append(f"{count} categorical columns: {budget} categories kept of each")
     if target is not None and target.shape[1] > MAX_STATISTICS:
         target = None
-    return [
-        _learn_categorical_column(
-            position, table.names[position], labels, budget, weights, target, folds
+    columns = []
+    for position in positions:
+        labels = table.labels(position)
+        name = table.names[position]
+        columns.append(
+            _learn_categorical_column(position, name, labels, budget, weights, target, folds)
         )
-        for position, labels in labels_by_position.items()
-    ]
+    return columns
 
 
 def _learn_categorical_column(
@@ -446,6 +359,52 @@ def _is_text(labels: Sequence[str | None]) -> bool:
         return False
     words = sum(len(label.split()) for label in present) / len(present)
     return distinct > 0.9 * len(present) or words >= 4
+
+
+def _describe_columns(
+    table: Table,
+    numeric: Sequence[NumericColumn],
+    categorical: Sequence[CategoricalColumn],
+    texts: Sequence[int],
+) -> list[str]:
+    """Return a sentence for each kind of column that is ignored or read in another way."""
+    empty, constant, dates, durations = [], [], [], []
+    for column in numeric:
+        if column.part:
+            continue  # the date itself stands for its parts
+        if len(column.edges) == 0:
+            empty.append(column.name)
+        elif len(column.edges) == 1 and not column.has_missing:
+            constant.append(column.name)
+        elif len(table.date_parts(column.position)) > 1:
+            dates.append(column.name)
+        elif table.is_duration(column.position):
+            durations.append(column.name)
+    for column in categorical:
+        if not column.categories and not column.has_rare:
+            empty.append(column.name)
+        elif not column.used_codes:
+            constant.append(column.name)
+    names_by_kind = {
+        "without a value, ignored": empty,
+        "with one value only, ignored": constant,
+        f"read as seconds and as {', '.join(DATE_PARTS)}, because they are dates": dates,
+        "read as seconds, because they are times or durations": durations,
+        "with a different text in nearly every row, ignored (list them in categorical_features "
+        "to use them)": [table.names[position] for position in texts],
+    }
+    sentences = []
+    for kind, names in names_by_kind.items():
+        if names:
+            sentences.append(f"Columns {kind}: {_join_names(names)}.")
+    return sentences
+
+
+def _join_names(names: Sequence[str]) -> str:
+    text = ", ".join(repr(name) for name in names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        text += f" and {len(names) - MAX_NAMES} more"
+    return text
 
 
 def target_statistics(

@@ -1,4 +1,4 @@
-"""Arguments of the estimators, the rules behind every ``"auto"``, and the split of rows.
+"""Arguments of the estimators, their valid values, and the rules behind every ``"auto"``.
 
 The meaning of each argument is documented in
 :class:`embens.tabular.EmbeddedEnsembleClassifier`. Arguments are validated in ``fit``, as
@@ -6,13 +6,9 @@ scikit-learn requires. The measurements behind the rules are in ADR 9.
 """
 
 import math
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar
-
-import pandas
-import torch
-from torch import Tensor
 
 from embens.laws import Law
 
@@ -22,11 +18,14 @@ LARGE_ROWS = 5000  # from here on the learning rate is higher
 MAX_LEARNING_ROWS = 100_000  # rows from which bins and categories are learned
 MAX_HELD_OUT_ROWS = 10_000
 MAX_EPOCHS_WITHOUT_VALIDATION = 60
+BATCH_SIZES = ((2500, 64), (5000, 128), (50_000, 256), (200_000, 512))
+"""Number of training rows, and batch size of tables with fewer rows."""
+LARGEST_BATCH_SIZE = 1024
 STEPS = 1800  # approximate number of optimizer steps of a run, within the bounds on epochs
 MIN_EPOCHS = 24
 MAX_EPOCHS = 100
-RACE = ((0.1, 3e-4), (0.0, 3e-4), (0.3, 3e-4), (0.1, 0.1))
-"""Candidates (dropout, weight decay) of the tuning race; the first one is the default."""
+REGULARISATIONS = ((0.1, 3e-4), (0.0, 3e-4), (0.3, 3e-4), (0.1, 0.1))
+"""Candidates (dropout, weight decay) of the search; the first one is the default."""
 
 
 @dataclass(eq=False, repr=False)
@@ -102,6 +101,21 @@ RANGES = {
 }
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Values of the arguments that may be "auto", as they were chosen for a table."""
+
+    members: int
+    p: float
+    width: int
+    batch_size: int
+    epochs: int
+    patience: int
+    dropout: float
+    weight_decay: float
+    lr: float
+
+
 def check_arguments(arguments: Arguments) -> None:
     """Raise ValueError if an argument is invalid."""
     for name, choices in CHOICES.items():
@@ -141,21 +155,6 @@ def _check_number(
         raise ValueError(f"{name} must be {expected}, got {value!r}.")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Values of the arguments that may be "auto", as they were chosen for a table."""
-
-    members: int
-    p: float
-    width: int
-    batch_size: int
-    epochs: int
-    patience: int
-    dropout: float
-    weight_decay: float
-    lr: float
-
-
 def resolve(value: Any, default: Any) -> Any:
     """Return an argument converted to the type of its default, or the default for "auto"."""
     if isinstance(value, str):
@@ -178,7 +177,7 @@ def choose_sizes(rows: int, arguments: Arguments) -> Sizes:
     width = 256
     if rows < 500:
         width = 64
-    dropout, weight_decay = RACE[0]
+    dropout, weight_decay = REGULARISATIONS[0]
     if rows < TINY_ROWS:
         dropout = 0.0
     lr = 2e-3
@@ -201,90 +200,12 @@ def default_batch_size(rows: int) -> int:
     """Return the default batch size for a number of training rows."""
     if rows < TINY_ROWS:
         return rows
-    for limit, batch_size in ((2500, 64), (LARGE_ROWS, 128), (50_000, 256), (200_000, 512)):
+    for limit, batch_size in (
+        (2500, 64),
+        (LARGE_ROWS, 128),
+        (50_000, 256),
+        (200_000, 512),
+    ):
         if rows < limit:
             return batch_size
     return 1024
-
-
-def shorten(sizes: Sizes) -> Sizes:
-    """Return the sizes of a trial run: a quarter of the members and of the epochs."""
-    epochs = max(4, sizes.epochs // 4)
-    return replace(sizes, members=max(1, sizes.members // 4), epochs=epochs, patience=epochs)
-
-
-def race_candidates(sizes: Sizes, arguments: Arguments) -> list[Sizes]:
-    """Return the distinct candidates of the tuning race: dropout and weight decay if "auto"."""
-    candidates = []
-    for dropout, weight_decay in RACE:
-        candidate = replace(
-            sizes,
-            dropout=resolve(arguments.dropout, dropout),
-            weight_decay=resolve(arguments.weight_decay, weight_decay),
-        )
-        if candidate not in candidates:
-            candidates.append(candidate)
-    return candidates
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Sorted row numbers: to train on, to stop by, and to calibrate intervals and sets with."""
-
-    train: Tensor
-    validation: Tensor
-    calibration: Tensor
-
-
-def split_rows(
-    rows: int,
-    fraction: Any,
-    *,
-    stride: int,
-    strata: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> Split:
-    """Split rows at random.
-
-    Args:
-        rows: number of rows.
-        fraction: fraction of rows to hold out; "auto" is a fifth, at most
-            ``MAX_HELD_OUT_ROWS``, and nothing for tiny tables.
-        stride: every ``stride``-th held-out row is reserved for conformal calibration.
-        strata: classes ``(row,)``; classes with several rows keep their proportion.
-        generator: source of randomness.
-    """
-    if fraction != "auto":
-        held_out = round(fraction * rows)
-    elif rows < TINY_ROWS:
-        held_out = 0
-    else:
-        held_out = min(round(0.2 * rows), MAX_HELD_OUT_ROWS)
-    if held_out == rows:
-        raise ValueError(
-            f"validation_fraction={fraction} leaves no training rows of {rows} rows. Reduce it."
-        )
-    order = torch.randperm(rows, generator=generator)
-    if strata is not None and held_out > 0:
-        order = _stratify(order, strata)
-    is_calibration = torch.arange(held_out) % stride == stride - 1
-    held_out_rows = order[:held_out]
-    return Split(
-        order[held_out:].sort().values,
-        held_out_rows[~is_calibration].sort().values,
-        held_out_rows[is_calibration].sort().values,
-    )
-
-
-def _stratify(order: Tensor, strata: Tensor) -> Tensor:
-    """Reorder rows such that every beginning has the classes in proportion.
-
-    The k-th of n rows of a class goes to the relative position (k + 1/2) / n. The only row of a
-    class goes to the end, so that it is not held out.
-    """
-    codes = pandas.Series(strata[order].numpy())
-    by_class = codes.groupby(codes)
-    size = by_class.transform("size")
-    position = (by_class.cumcount() + 0.5) / size
-    position[size == 1] = 1.0
-    return order[torch.tensor(position.to_numpy()).argsort(stable=True)]

@@ -12,6 +12,7 @@ import torch
 from sklearn.base import is_classifier
 
 from embens.files import write_atomically
+from embens.markdown import code, escape
 from embens.metrics import reliability
 
 if TYPE_CHECKING:
@@ -66,9 +67,15 @@ class Display:
         if held_out is not None:
             facts[f"held-out {metric}"] = f"{held_out['ensemble']:.4g}"
             facts["mean of the members"] = f"{np.mean(held_out['members']):.4g}"
+            facts[head.constant_name] = f"{held_out['constant']:.4g}"
         if head.scores is not None:
             facts["conformal rows"] = str(len(head.scores))
         return facts
+
+    def _notes(self: Any) -> list[str]:
+        """Return remarks about the columns and the fit."""
+        fitted = self._get_fitted()
+        return [*fitted.preprocessing.notes, *fitted.remarks]
 
     def summary(self: Any) -> str:
         """Return a few lines about the fitted estimator."""
@@ -76,7 +83,7 @@ class Display:
         width = max(len(name) for name in facts)
         lines = [type(self).__name__]
         lines += [f"{name:<{width}}  {value}" for name, value in facts.items()]
-        lines += [f"note: {note}" for note in self.preprocessing_.notes]
+        lines += [f"note: {note}" for note in self._notes()]
         return "\n".join(lines)
 
     def model_card(self: Any, path: str | os.PathLike[str] | None = None) -> str:
@@ -91,9 +98,11 @@ class Display:
             coverage = f"{method} contains the truth with the requested probability."
         text = CARD.format(
             kind=type(self).__name__,
-            facts="\n".join(f"- {name}: {value}" for name, value in self._facts().items()),
-            columns=", ".join(f"`{name}`" for name in self.preprocessing_.names),
-            notes="\n".join(f"- {note}" for note in self.preprocessing_.notes),
+            facts="\n".join(
+                f"- {escape(name)}: {escape(value)}" for name, value in self._facts().items()
+            ),
+            columns=", ".join(code(name) for name in self.preprocessing_.names),
+            notes="\n".join(f"- {escape(note)}" for note in self._notes()),
             coverage=coverage,
         )
         if path is not None:

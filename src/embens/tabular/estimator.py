@@ -4,6 +4,7 @@ An estimator stores its arguments and, after ``fit``, what :mod:`embens.tabular.
 Classifier and regressor differ in their head and in the predictions made from it.
 """
 
+import inspect
 import math
 import os
 import time
@@ -16,19 +17,44 @@ import pandas
 import torch
 from joblib import effective_n_jobs
 from sklearn.base import BaseEstimator
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_consistent_length, check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from embens import EmbeddedEnsemble
+from embens.checks import closest, warn
 from embens.tabular import pipeline, storage
 from embens.tabular.columns import Preprocessing
-from embens.tabular.defaults import Arguments, Sizes, check_arguments
+from embens.tabular.defaults import Arguments, Sizes, check_arguments, choose_sizes
 from embens.tabular.display import Display
 from embens.tabular.frames import read_table, read_weights
+from embens.tabular.perceptron import run_members
+from embens.tabular.preparation import prepare
 from embens.training import History
 
-PREDICTION_ROWS = 65_536  # rows that are predicted at a time, to bound memory
+HINTS = {
+    "device": ". Estimators train on the CPU.",
+    "progress": "; use verbose=1.",
+    "epochs": "; did you mean 'max_epochs'?",
+    "n_epochs": "; did you mean 'max_epochs'?",
+    "num_epochs": "; did you mean 'max_epochs'?",
+    "max_iter": "; did you mean 'max_epochs'?",
+    "learning_rate": "; did you mean 'lr'?",
+    "learning_rate_init": "; did you mean 'lr'?",
+    "alpha": "; did you mean 'weight_decay'?",
+    "n_estimators": "; did you mean 'members'?",
+    "n_members": "; did you mean 'members'?",
+    "seed": "; did you mean 'random_state'?",
+    "hidden_layer_sizes": ". Use width= and depth=.",
+    "n_layers": "; did you mean 'depth'?",
+    "early_stopping": ". Use patience= and validation_fraction=.",
+    "n_iter_no_change": "; did you mean 'patience'?",
+    "cat_features": "; did you mean 'categorical_features'?",
+}
+"""What follows "the estimator has no argument 'name'", for names of other libraries."""
+
+PREDICTION_ROWS = 1024  # rows that are predicted at a time: members' outputs stay in the cache
 
 
 class Uncertainty(NamedTuple):
@@ -43,6 +69,15 @@ class TableEstimator(Display, Arguments, BaseEstimator):
     """Embedded ensemble for tables; base class of the two estimators."""
 
     fitted_: pipeline.Fitted
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        # Before __init__, which the dataclass writes, would raise without a suggestion.
+        names = list(inspect.signature(cls.__init__).parameters)[1:]
+        for name in options:
+            if name not in names:
+                hint = HINTS.get(name) or closest(name, names)
+                raise TypeError(f"{cls.__name__} has no argument {name!r}{hint}")
+        return super().__new__(cls)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Fit the ensemble to a table.
@@ -100,10 +135,14 @@ class TableEstimator(Display, Arguments, BaseEstimator):
             deadline = start + self.time_limit
         random_state = check_random_state(self.random_state)
         with threads(self.n_jobs):
-            prepared = pipeline.prepare(
-                table, target, weights, self, random_state, deadline, previous, classes
-            )
-            self.fitted_ = pipeline.fit(prepared, previous)
+            prepared = prepare(table, target, weights, self, random_state, previous, classes)
+            sizes = choose_sizes(len(prepared.train), self)
+            self.fitted_ = pipeline.fit(prepared, sizes, deadline, previous)
+        if previous is None:
+            for note in prepared.preprocessing.notes:
+                warn(note)
+        for remark in self.fitted_.remarks:
+            warn(remark, ConvergenceWarning)
         return self
 
     def _predict_blocks(
@@ -119,11 +158,11 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         fitted = self._get_fitted()
         table = read_table(self, X, reset=False)
         blocks = []
+        numbers, codes = fitted.preprocessing.encode(table, fitted.dtype)
         with threads(self.n_jobs):
             for start in range(0, table.rows, PREDICTION_ROWS):
-                block = table.take(slice(start, start + PREDICTION_ROWS))
-                inputs = fitted.preprocessing.encode(block, fitted.dtype)
-                outputs = pipeline.run_members(fitted.ensemble, inputs)
+                block = slice(start, start + PREDICTION_ROWS)
+                outputs = run_members(fitted.ensemble, fitted.encoder, numbers[block], codes[block])
                 blocks.append(summarise(fitted.head, outputs))
         return [torch.cat(parts, dim) for parts in zip(*blocks, strict=True)]
 
@@ -171,7 +210,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
     @property
     def held_out_(self) -> dict[str, Any] | None:
-        """Losses on the validation rows: of the "ensemble" and of each of the "members"."""
+        """Losses on the validation rows: of the "ensemble", the "members" and a "constant"."""
         return self._get_fitted().held_out
 
     @property

@@ -36,6 +36,7 @@ class Table:
     Attributes:
         rows: the number of rows.
         names: the column names as strings.
+        matrix: all columns as float64 ``(row, column)``, if all of them are plain numbers.
     """
 
     def __init__(self, frame: Any):
@@ -43,6 +44,7 @@ class Table:
         self.rows = len(frame)
         self.columns = list(frame.columns)
         self.names = [str(name) for name in self.columns]
+        self.matrix = _to_matrix(frame.to_native())
 
     def column(self, position: int) -> Any:
         """Return a column as a narwhals series."""
@@ -54,6 +56,8 @@ class Table:
 
     def is_categorical(self, position: int) -> bool:
         """Return whether the type of a column makes it categorical."""
+        if self.matrix is not None:
+            return False
         series = self.column(position)
         if series.dtype in (nw.Object, nw.Binary, nw.Unknown):
             return any(isinstance(value, (str, bytes, bool)) for value in series.to_list())
@@ -61,9 +65,13 @@ class Table:
 
     def date_parts(self, position: int) -> tuple[str, ...]:
         """Return the numeric views of a column: ``""`` for its value, and the parts of a date."""
-        if self.column(position).dtype in (nw.Datetime, nw.Date):
+        if self.matrix is None and self.column(position).dtype in (nw.Datetime, nw.Date):
             return ("", *DATE_PARTS)
         return ("",)
+
+    def is_duration(self, position: int) -> bool:
+        """Return whether a column has times of the day or durations."""
+        return self.matrix is None and self.column(position).dtype in (nw.Duration, nw.Time)
 
     def numbers(self, position: int, part: str = "") -> np.ndarray:
         """Return a column as float64, with NaN for missing values.
@@ -75,6 +83,10 @@ class Table:
         Raises:
             ValueError: if a value is infinite or not a number.
         """
+        if self.matrix is not None:
+            values = self.matrix[:, position]
+            _check_finite(values, self.names[position])
+            return values
         series = self.column(position)
         name = self.names[position]
         if series.dtype in (nw.Datetime, nw.Date, nw.Duration, nw.Time):
@@ -89,13 +101,7 @@ class Table:
             values = np.array(
                 [_parse_number(value, row, name) for row, value in enumerate(series.to_list())]
             )
-        infinite_rows = np.flatnonzero(np.isinf(values))
-        if len(infinite_rows):
-            raise ValueError(
-                f"Input X contains infinity or a value too large for dtype('float64') in "
-                f"{describe_rows(infinite_rows, name)}. Replace it, for example by NaN, which is "
-                "a missing value."
-            )
+        _check_finite(values, name)
         return values
 
     def labels(self, position: int) -> list[str | None]:
@@ -107,9 +113,35 @@ class Table:
 
     def check_numbers(self) -> None:
         """Raise ValueError if a column that is not categorical has a value that is no number."""
+        if self.matrix is not None and not np.isinf(self.matrix).any():
+            return
         for position in range(len(self.names)):
             if not self.is_categorical(position):
                 self.numbers(position)
+
+
+def _to_matrix(frame: Any) -> np.ndarray | None:
+    """Return a pandas frame of plain floats and integers as one array, else None.
+
+    One conversion of the whole frame is much faster than one of each column. Booleans are
+    categories, and extension types have missing values that are not NaN.
+    """
+    if not isinstance(frame, pandas.DataFrame):
+        return None
+    for dtype in set(frame.dtypes):
+        if not isinstance(dtype, np.dtype) or dtype.kind not in "fiu":
+            return None
+    return frame.to_numpy(dtype="float64")
+
+
+def _check_finite(values: np.ndarray, name: str) -> None:
+    infinite_rows = np.flatnonzero(np.isinf(values))
+    if len(infinite_rows):
+        raise ValueError(
+            f"Input X contains infinity or a value too large for dtype('float64') in "
+            f"{describe_rows(infinite_rows, name)}. Replace it, for example by NaN, which is "
+            "a missing value."
+        )
 
 
 def _read_times(series: Any, name: str, part: str) -> np.ndarray:
@@ -266,6 +298,22 @@ def read_target(y: Any) -> np.ndarray:
     if y.ndim == 2 and y.shape[1] == 1:
         return column_or_1d(y, warn=True)
     return y
+
+
+def split_targets(y: np.ndarray, expected: int) -> list[np.ndarray]:
+    """Return the columns of a target.
+
+    Raises:
+        ValueError: if their number differs from the first fit.
+    """
+    columns = [y]
+    if y.ndim == 2:
+        columns = list(y.T)
+    if len(columns) != expected:
+        raise ValueError(
+            f"y must have {expected} targets, as in the first fit, got {len(columns)}."
+        )
+    return columns
 
 
 def read_weights(sample_weight: Any, rows: int) -> Tensor:

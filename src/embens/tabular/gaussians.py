@@ -11,15 +11,7 @@ quantile   9                  nine quantiles, each the centre of a Gaussian
 ========== ================== ==================================================================
 
 With a transform of the target, every Gaussian becomes eight in the units of the target. So for
-every loss the prediction is a mixture of Gaussians. With means :math:`\mu_a` and standard
-deviations :math:`\sigma_a` of its :math:`M` components,
-
-.. math::
-    F(y) = \frac1M \sum_a \Phi\Big(\frac{y - \mu_a}{\sigma_a}\Big), \qquad
-    \mathrm{CRPS}(F, y) = \frac1M \sum_a A(y - \mu_a, \sigma_a^2)
-        - \frac1{2M^2} \sum_{ab} A(\mu_a - \mu_b, \sigma_a^2 + \sigma_b^2),
-
-with :math:`A(m, s^2) = m\,(2\Phi(m/s) - 1) + 2 s\,\varphi(m/s)` (Grimit et al., 2006).
+every loss the prediction is a mixture of Gaussians (:mod:`embens.mixtures`).
 """
 
 import math
@@ -31,16 +23,16 @@ import torch
 from sklearn.utils.validation import check_array
 from torch import Tensor
 
+from embens.mixtures import best_scale, crps, negative_log_likelihood
 from embens.tabular.defaults import Arguments
-from embens.tabular.frames import read_target
-from embens.tabular.targets import Head, log_mean, split_targets
-from embens.uncertainty import ADDED, best_scale
+from embens.tabular.frames import read_target, split_targets
+from embens.tabular.targets import Head
 
 MIN_LOG_VARIANCE = -10.0  # of a member, for a target of variance 1
 MAX_LOG_VARIANCE = 10.0
 KNOTS = 200  # of the quantile transform
-CACHED_NUMBERS = 2**14  # numbers that fit into a processor's cache
 MIN_SKEWNESS = 2.0  # a target is transformed only if its skewness is larger
+PRIOR_ROWS = 30  # rows that regularise the factor of the standard deviations
 COMPONENT_WIDTH = 0.6  # of a split Gaussian, relative to it; components overlap without bumps
 
 
@@ -75,6 +67,8 @@ class GaussianHead(Head):
             ``(1, target)`` offsets for "log".
         mean: mean of each transformed target.
         std: standard deviation of each transformed target.
+        lower: bound of each target: 0 if no training value is negative, else minus infinity.
+        integer: whether all training values of each target are integers.
         temperature: factor of the predicted standard deviations.
     """
 
@@ -85,7 +79,10 @@ class GaussianHead(Head):
     knots: Tensor | None = None
     mean: Tensor | float = 0.0
     std: Tensor | float = 1.0
+    lower: Tensor | float = -math.inf
+    integer: Tensor | bool = False
     temperature: Tensor | float = 1.0
+    constant_name: ClassVar[str] = "the mean and spread of all rows"
     calibration_stride: ClassVar[int] = 2
 
     @staticmethod
@@ -127,7 +124,12 @@ class GaussianHead(Head):
                 f"y has values of size {size.tolist()}, whose squares float64 cannot represent. "
                 "Rescale it."
             )
-        head = replace(self, knots=self._find_knots(values))
+        head = replace(
+            self,
+            knots=self._find_knots(values),
+            lower=torch.where((values >= 0).all(0), 0.0, -math.inf).double(),
+            integer=(values == values.round()).all(0),
+        )
         values = head._transform(values)
         share = (weights / weights.sum())[:, None]
         mean = (share * values).sum(0)
@@ -173,6 +175,9 @@ class GaussianHead(Head):
         columns = split_targets(y, self.targets)
         return torch.stack([torch.tensor(column.astype("float64")) for column in columns], 1)
 
+    def strata(self, values: Tensor) -> np.ndarray | None:
+        return None  # numbers have no classes
+
     def statistics_target(self, values: Tensor) -> Tensor:
         return self.standardise(values)
 
@@ -180,16 +185,22 @@ class GaussianHead(Head):
         """Return transformed values of mean 0 and variance 1."""
         return (self._transform(values) - self.mean) / self.std
 
-    def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return super().pack(self.standardise(values), weights, dtype)
+    def pack(self, values: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.cat([self.standardise(values), weights[:, None]], 1).to(dtype)
 
     def unpack(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values of a target tensor in their original units, and the weights."""
-        weights = torch.ones(len(target), dtype=torch.float64)
-        if self.weighted:
-            weights = target[:, -1].double()
-        standardised = target[:, : self.targets].double()
-        return self._invert(self.mean + self.std * standardised), weights
+        target = target.double()
+        return self._invert(self.mean + self.std * target[:, :-1]), target[:, -1]
+
+    def within_bounds(self, values: Tensor) -> Tensor:
+        """Return quantiles or ends of intervals as values that the target can have.
+
+        A number that cannot be negative is cut off at 0. The quantile of an integer is an integer.
+        The true value of a row is inside the changed interval if it was inside before.
+        """
+        values = torch.maximum(values, torch.as_tensor(self.lower))
+        return torch.where(torch.as_tensor(self.integer), values.round(), values)
 
     # Components of the mixture
 
@@ -244,14 +255,22 @@ class GaussianHead(Head):
         return mean.mean(1), ((std**2).mean(1) + mean.var(1, correction=0)).sqrt()
 
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        """Return mean and standard deviation of the mixture, ``(row, target)``."""
+        """Return mean and standard deviation of the mixture, ``(row, target)``.
+
+        The mean of a target without negative training values is not negative.
+        """
         mean, std = self.mixture(outputs)
-        return mean.mean(0), ((std**2).mean(0) + mean.var(0, correction=0)).sqrt()
+        spread = ((std**2).mean(0) + mean.var(0, correction=0)).sqrt()
+        return torch.maximum(mean.mean(0), torch.as_tensor(self.lower).to(mean)), spread
 
     # Losses, metrics and calibration
 
-    def losses(self, outputs: Tensor, target: Tensor) -> Tensor:
-        y = target[..., : self.targets]
+    def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
+        losses = self.losses(outputs, target[..., :-1])
+        return losses.sum(-1) * target[..., -1]
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the training losses of standardised values, ``(…, row, target)``."""
         if self.loss == "quantile":
             error = y.unsqueeze(-1) - outputs.unflatten(-1, (self.targets, -1))
             levels = LEVELS.to(error)
@@ -264,35 +283,41 @@ class GaussianHead(Head):
             variance_loss = log_variance + square.detach() * (-log_variance).exp()
             return 0.5 * (square + variance_loss)
         mean, std = self.components(outputs)
-        return -log_density(mean.movedim(-3, 0), std.movedim(-3, 0), y)
+        return negative_log_likelihood(mean.movedim(-3, 0), std.movedim(-3, 0), y)
+
+    def constant_outputs(self, target: Tensor) -> Tensor:
+        if self.loss == "quantile":
+            quantiles = target[:, :-1].quantile(LEVELS.to(target), dim=0)
+            return quantiles.T.reshape(1, 1, -1)
+        return target.new_zeros(1, 1, self.outputs)  # mean 0 and variance 1
 
     def standard_mixture(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the standardised mixture, ``(component, row, target)``."""
         mean, std = self.components(outputs)
         return mean.flatten(0, 1), self.temperature * std.flatten(0, 1)
 
-    def log_likelihood(self, outputs: Tensor, target: Tensor) -> Tensor:
-        mean, std = self.standard_mixture(outputs)
-        return log_density(mean, std, target[:, : self.targets])
-
     def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the metric of early stopping."""
+        target = target.double()
+        weights = target[:, -1]
+        if self.stopping == "rmse":
+            mean, _ = self.summarise(outputs)
+            values, _ = self.unpack(target)
+            losses = ((values - mean) / self.std).square()
+            return (losses.sum(-1) @ weights / weights.sum()).sqrt()
+        mean, std = self.standard_mixture(outputs.double())
         if self.stopping == "nll":
-            return super().metric(outputs, target)
-        if self.stopping == "crps":
+            losses = negative_log_likelihood(mean, std, target[:, :-1])
+        else:
             # Of the transformed target, whose mixture has an eighth of the components.
-            mean, std = self.standard_mixture(outputs.double())
-            scores = crps(mean, std, target[:, : self.targets].double())
-            return self.average((self.std * scores).sum(-1), target)
-        mean, _ = self.summarise(outputs)
-        error = (self.unpack(target)[0] - mean) / self.std
-        return self.average(error.square().sum(-1), target).sqrt()
+            losses = self.std * crps(mean, std, target[:, :-1])
+        return losses.sum(-1) @ weights / weights.sum()
 
     def crps(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Return the mean CRPS in units of the target, summed over targets."""
         mean, std = self.mixture(outputs)
-        values, _ = self.unpack(target)
-        return self.average(crps(mean, std, values).sum(-1), target)
+        values, weights = self.unpack(target)
+        return crps(mean, std, values).sum(-1) @ weights / weights.sum()
 
     def calibrated(self, outputs: Tensor, target: Tensor) -> Self:
         factors = [self._best_factor(k, outputs, target) for k in range(self.targets)]
@@ -304,16 +329,13 @@ class GaussianHead(Head):
         mean = mean[..., k].flatten(0, 1)
         std = std[..., k].flatten(0, 1)
         y = target[:, k].double()
-        weights = torch.ones(len(target), dtype=torch.float64)
-        if self.weighted:
-            weights = target[:, -1].double()
+        weights = target[:, -1].double()
 
         def loss(factor: float) -> Tensor:
-            density = log_density(mean, factor * std, y)
-            log_likelihood = len(y) * (weights @ density) / weights.sum()
-            # Prior: ADDED rows whose error is one predicted standard deviation.
-            prior = -math.log(factor) - 0.5 / factor**2
-            return -(log_likelihood + ADDED * prior)
+            losses = negative_log_likelihood(mean, factor * std, y)
+            # Prior: rows whose error is one predicted standard deviation.
+            prior = math.log(factor) + 0.5 / factor**2
+            return len(y) * (weights @ losses) / weights.sum() + PRIOR_ROWS * prior
 
         return best_scale(loss)
 
@@ -331,67 +353,3 @@ def _interpolate(values: Tensor, x: Tensor, y: Tensor) -> Tensor:
         slope = (results[index] - results[index - 1]) / (knots[index] - knots[index - 1])
         columns.append(results[index - 1] + slope * (value - knots[index - 1]))
     return torch.stack(columns, -1)
-
-
-def log_density(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
-    """Return the log-density of a mixture.
-
-    Args:
-        mean: means of the components, ``(component, …)``.
-        std: their standard deviations, ``(component, …)``.
-        y: where to evaluate it, ``(…)``.
-    """
-    logarithms = -0.5 * ((y - mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)
-    return log_mean(logarithms)
-
-
-def quantile(mean: Tensor, std: Tensor, level: float) -> Tensor:
-    """Return a quantile of a mixture, by bisection between the quantiles of its components."""
-    if not 0 < level < 1:
-        raise ValueError(f"The level of a quantile must be between 0 and 1, got {level}.")
-    normal_quantile = torch.special.ndtri(torch.tensor(level, dtype=torch.float64))
-    component_quantiles = mean + normal_quantile * std
-    low = component_quantiles.amin(0)
-    high = component_quantiles.amax(0)
-    for _ in range(60):
-        middle = (low + high) / 2
-        is_above = torch.special.ndtr((middle - mean) / std).mean(0) >= level
-        high = torch.where(is_above, middle, high)
-        low = torch.where(is_above, low, middle)
-    return (low + high) / 2
-
-
-def crps(mean: Tensor, std: Tensor, y: Tensor) -> Tensor:
-    """Return the continuous ranked probability score of a mixture; lower is better.
-
-    Args:
-        mean: means of the components, ``(component, …)``.
-        std: their standard deviations, ``(component, …)``.
-        y: the observed values, ``(…)``.
-
-    Example:
-        >>> crps(torch.zeros(1), torch.ones(1), torch.tensor(0.0)).item()  # (√2 − 1) / √π
-        0.2336...
-    """
-    count = len(mean)
-    block = max(1, CACHED_NUMBERS // count)
-    mean_blocks = mean.reshape(count, -1).split(block, 1)
-    std_blocks = std.reshape(count, -1).split(block, 1)
-    spreads = []
-    for block_mean, block_std in zip(mean_blocks, std_blocks, strict=True):
-        pair_sum = 2 / math.sqrt(math.pi) * block_std.sum(0)  # each component with itself
-        # One component at a time needs memory for M components, not for M² pairs.
-        for a in range(count - 1):
-            difference = block_mean[a] - block_mean[a + 1 :]
-            deviation = (block_std[a] ** 2 + block_std[a + 1 :] ** 2).sqrt()
-            pair_sum += 2 * _expected_absolute(difference, deviation).sum(0)
-        spreads.append(pair_sum / (2 * count**2))
-    spread = torch.cat(spreads).reshape(mean.shape[1:])
-    return _expected_absolute(y - mean, std).mean(0) - spread
-
-
-def _expected_absolute(mean: Tensor, std: Tensor) -> Tensor:
-    """Return the expected absolute value of a Gaussian."""
-    ratio = mean / std
-    density = (-(ratio**2) / 2).exp() / math.sqrt(2 * math.pi)
-    return mean * torch.erf(ratio / math.sqrt(2)) + 2 * std * density

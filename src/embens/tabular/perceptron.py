@@ -1,6 +1,7 @@
-r"""Reference network of the estimators, and the ensemble that is embedded in it.
+r"""Encoded rows of a table, the reference network, and the ensemble that is embedded in it.
 
-The network is an encoder without parameters, followed by a perceptron.
+The reference is a plain perceptron. Its inputs come from an encoder without parameters, which
+expands a batch of rows once for all members.
 
 A number :math:`x` of a column with bin edges :math:`e_0 < e_1 < \dots` becomes
 
@@ -12,23 +13,94 @@ its score :math:`s`, linear between the edges; the number itself with outliers c
 (Holzmüller et al., 2024); and its piecewise-linear encoding (Gorishniy et al., 2022), where
 :math:`[\cdot]_0^1` clips and the outer bins extend one bin further. A missing number becomes zeros,
 and an indicator if the training rows had missing values in that column.
-
-All operations are row-wise and the control flow depends only on attributes, so ``torch.fx`` can
-trace the network. The encoder precedes all modulations: it runs once for all members.
 """
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 import embens
-from embens import EmbeddedEnsemble, networks
+from embens import EmbeddedEnsemble
 from embens.laws import Bernoulli, Normal, Signs
 from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes
 from embens.tabular.targets import Head
+
+PREDICTED_ROWS = 1024  # rows that the network predicts at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a table as tensors, before the encoder expands them.
+
+    Attributes:
+        numbers: ``(row, number)``.
+        codes: ``(row, categorical column)``.
+        target: ``(row, target + 1)``, with weights in the last column.
+    """
+
+    numbers: Tensor
+    codes: Tensor
+    target: Tensor
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def __getitem__(self, rows: Any) -> Self:
+        return type(self)(self.numbers[rows], self.codes[rows], self.target[rows])
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            torch.cat([self.numbers, other.numbers]),
+            torch.cat([self.codes, other.codes]),
+            torch.cat([self.target, other.target]),
+        )
+
+    def thinned(self, most: int) -> Self:
+        """Return at most ``most`` rows, evenly spaced."""
+        if len(self) <= most:
+            return self
+        return self[torch.linspace(0, len(self) - 1, max(1, most)).long()]
+
+
+class EncodedBatches:
+    """Batches ``(inputs, target)`` of rows.
+
+    The encoder expands one batch at a time, because all encoded rows may not fit into memory.
+
+    Args:
+        rows: the rows.
+        encoder: the encoder of the table.
+        batch_size: rows of a batch.
+        generator: draws a new order for every pass; None keeps the order of the rows.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        encoder: "Encoder",
+        batch_size: int,
+        generator: torch.Generator | None = None,
+    ):
+        self.rows = rows
+        self.encoder = encoder
+        self.batch_size = batch_size
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.rows) / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.arange(len(self.rows))
+        if self.generator is not None:
+            order = torch.randperm(len(self.rows), generator=self.generator)
+        for index in order.split(self.batch_size):
+            batch = self.rows[index]
+            yield self.encoder(batch.numbers, batch.codes), batch.target
 
 
 class Encoder(nn.Module):
@@ -38,6 +110,12 @@ class Encoder(nn.Module):
         preprocessing: the learned encoding.
         bins: whether to include the piecewise-linear encoding.
 
+    Attributes:
+        left: left edge of each bin, ``(column, bin)``, padded with zeros.
+        inverse_width: inverse width of each bin; 0 in the padding.
+        low: lower bound of each ramp, -1 in the first bin.
+        high: upper bound of each ramp, 2 in the last bin.
+
     Shape:
         numbers ``(row, preprocessing.width)`` and codes ``(row, categorical column)`` become
         ``(row, input)``.
@@ -46,6 +124,8 @@ class Encoder(nn.Module):
     def __init__(self, preprocessing: Preprocessing, *, bins: bool = True):
         super().__init__()
         self.columns = len(preprocessing.numeric)
+        self.categorical_columns = len(preprocessing.categorical)
+        self.width = preprocessing.width
         self.bins = bins
         edges = _pad([column.edges for column in preprocessing.numeric])
         scores = _pad([column.scores for column in preprocessing.numeric])
@@ -59,47 +139,50 @@ class Encoder(nn.Module):
         self.high = nn.Buffer(is_bin.float() + is_last.float())
         self.first_score = nn.Buffer(scores[:, 0].nan_to_num(0.0))
         self.score_rise = nn.Buffer(torch.where(is_bin, scores.diff(dim=1), 0.0))
-        self.has_padding = not bool(is_bin.all())
+        self.is_constant = nn.Buffer(~is_bin.any(1))
         self.bin_index = nn.Buffer(is_bin.flatten().nonzero().squeeze(1))
         missing = [j for j, column in enumerate(preprocessing.numeric) if column.has_missing]
-        self.has_missing = len(missing) > 0
         self.missing_index = nn.Buffer(torch.tensor(missing, dtype=torch.int64))
         slots = []
         for j, column in enumerate(preprocessing.categorical):
             slots += [(j, code) for code in column.used_codes]
-        self.has_categories = len(slots) > 0
         self.slot_column = nn.Buffer(torch.tensor([j for j, _ in slots], dtype=torch.int64))
         self.slot_code = nn.Buffer(torch.tensor([code for _, code in slots], dtype=torch.int64))
 
+    @property
+    def inputs(self) -> int:
+        """Number of inputs of the perceptron."""
+        numbers = torch.zeros(1, self.width, dtype=self.left.dtype)
+        codes = torch.zeros(1, self.categorical_columns, dtype=torch.int64)
+        return self(numbers, codes).shape[1]
+
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
-        parts = []
-        if self.columns:
-            parts += self.encode_numbers(numbers[:, : self.columns])
+        parts = self.encode_numbers(numbers[:, : self.columns])
         parts.append(numbers[:, self.columns :])  # target statistics
-        if self.has_categories:
-            one_hot = codes.index_select(1, self.slot_column) == self.slot_code
+        if len(self.slot_code):
+            one_hot = codes[:, self.slot_column] == self.slot_code
             parts.append(one_hot.type_as(numbers))
         return torch.cat(parts, 1)
 
     def encode_numbers(self, numbers: Tensor) -> list[Tensor]:
         """Return scores, compressed numbers, bins and missing indicators, each ``(row, …)``."""
         missing = torch.isnan(numbers)
-        filled = torch.where(missing, 0.0, numbers)
+        # A constant column is ignored: its inputs are 0, as those of a missing number.
+        ignored = missing | self.is_constant
+        filled = torch.where(ignored, 0.0, numbers)
         ramps = (filled.unsqueeze(-1) - self.left) * self.inverse_width
         ramps = torch.minimum(torch.maximum(ramps, self.low), self.high)
         scores = self.first_score + (ramps * self.score_rise).sum(-1)
         bounded = filled.clamp(-1e6, 1e6)  # its square is finite in float32
         parts = [
-            torch.where(missing, 0.0, scores),
+            torch.where(ignored, 0.0, scores),
             bounded * torch.rsqrt(1 + (bounded / 3).square()),
         ]
         if self.bins:
-            bins = torch.where(missing.unsqueeze(-1), 0.0, ramps).flatten(1)
-            if self.has_padding:
-                bins = bins.index_select(1, self.bin_index)
-            parts.append(bins)
-        if self.has_missing:
-            parts.append(missing.index_select(1, self.missing_index).type_as(numbers))
+            bins = torch.where(ignored.unsqueeze(-1), 0.0, ramps).flatten(1)
+            parts.append(bins[:, self.bin_index])
+        if len(self.missing_index):
+            parts.append(missing[:, self.missing_index].type_as(numbers))
         return parts
 
 
@@ -122,17 +205,24 @@ class Periodic(nn.Module):
         columns: how many of the inputs to expand.
         frequencies: frequencies for each of them.
         std: their initial standard deviation.
+        generator: source of the initial frequencies.
 
     Shape:
         ``(row, input)`` becomes ``(row, input + 2 * columns * frequencies)``.
     """
 
-    def __init__(self, columns: int, frequencies: int = 8, std: float = 0.3):
+    def __init__(
+        self,
+        columns: int,
+        frequencies: int = 8,
+        std: float = 0.3,
+        generator: torch.Generator | None = None,
+    ):
         super().__init__()
         self.columns = columns
         self.std = std
         self.frequencies = nn.Parameter(torch.empty(columns, frequencies))
-        self.reset_parameters()
+        self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Resample the frequencies."""
@@ -166,77 +256,55 @@ class DetachedOutputs(nn.Module):
         return torch.cat([self.first(input), self.second(input.detach())], -1)
 
 
-class TableNetwork(nn.Module):
-    """Encoder and perceptron; called with the two tensors of a table.
-
-    Shape:
-        numbers ``(row, number)`` and codes ``(row, categorical column)`` become ``(row, output)``.
-    """
-
-    def __init__(self, encoder: Encoder, body: nn.Sequential):
-        super().__init__()
-        self.encoder = encoder
-        self.body = body
-
-    def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
-        return self.body(self.encoder(numbers, codes))
-
-    @property
-    def first_layer(self) -> str:
-        """Name of the first linear layer."""
-        names = [name for name, part in self.named_modules() if isinstance(part, nn.Linear)]
-        return names[0]
+def initialise_(module: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Draw the initial parameters of a layer: He et al. (2015), with small random biases."""
+    if isinstance(module, nn.Linear):
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu", generator=generator)
+        nn.init.normal_(module.bias, std=0.1, generator=generator)
+    elif isinstance(module, Periodic):
+        module.reset_parameters(generator)
 
 
 def build_network(
-    preprocessing: Preprocessing,
+    encoder: Encoder,
     head: Head,
     arguments: Arguments,
     sizes: Sizes,
     generator: torch.Generator | None = None,
-) -> TableNetwork:
+) -> nn.Sequential:
     """Build the reference network of a table.
 
     Args:
-        preprocessing: the encoding of the table.
+        encoder: the encoder of the table, which has the number of inputs.
         head: the head of the target, which has the number of outputs.
         arguments: of the estimator.
         sizes: width and dropout rate.
         generator: source of the initial weights.
     """
-    embedding = arguments.numerical_embedding
-    encoder = Encoder(preprocessing, bins=embedding in ("piecewise", "both"))
-    numbers = torch.zeros(1, preprocessing.width)
-    codes = torch.zeros(1, len(preprocessing.categorical), dtype=torch.int64)
-    inputs = encoder(numbers, codes).shape[1]
-    body = nn.Sequential()
-    if embedding in ("periodic", "both") and preprocessing.numeric:
-        periodic = Periodic(len(preprocessing.numeric))
-        periodic.reset_parameters(generator)
+    network = nn.Sequential()
+    inputs = encoder.inputs
+    if arguments.numerical_embedding in ("periodic", "both") and encoder.columns:
+        periodic = Periodic(encoder.columns, generator=generator)
         inputs += 2 * periodic.frequencies.numel()
-        body.append(periodic)
-    perceptron = networks.mlp(
-        inputs,
-        sizes.width,
-        int(arguments.depth),
-        head.outputs,
-        weight_std=math.sqrt(2),
-        bias_std=0.1,
-        parametrization="standard",
-        generator=generator,
-    )
-    for module in perceptron:
-        body.append(module)
-        if sizes.dropout > 0 and isinstance(module, nn.ReLU):
-            body.append(nn.Dropout(sizes.dropout))
+        network.append(periodic)
+    for _ in range(int(arguments.depth)):
+        network.append(nn.utils.skip_init(nn.Linear, inputs, sizes.width))
+        network.append(nn.ReLU())
+        if sizes.dropout > 0:
+            network.append(nn.Dropout(sizes.dropout))
+        inputs = sizes.width
+    last_layer: Any = nn.utils.skip_init(nn.Linear, inputs, head.outputs)
+    network.append(last_layer)
+    for module in network.children():
+        if isinstance(module, nn.Linear):
+            initialise_(module, generator)
     if head.detached:
-        last_layer: Any = body[-1]
-        body[-1] = DetachedOutputs(last_layer)
-    return TableNetwork(encoder, body)
+        network[-1] = DetachedOutputs(last_layer)
+    return network
 
 
 def embed(
-    reference: TableNetwork,
+    reference: nn.Sequential,
     head: Head,
     arguments: Arguments,
     sizes: Sizes,
@@ -253,7 +321,7 @@ def embed(
     """
     members = sizes.members
     if arguments.family == "independent":
-        return embens.independent(reference, members, generator=generator)
+        return embens.independent(reference, members, initialise=initialise_, generator=generator)
     if arguments.family == "mc_dropout":
         # Fixed masks: predictions are deterministic, and the ensemble can be exported.
         law = arguments.law or Bernoulli(0.9)
@@ -268,15 +336,38 @@ def embed(
     post = law
     if sites == "first":
         # Modulate the output of the first layer only: then its product is shared by all members.
-        law = {reference.first_layer: law}
+        linear_layers = [n for n, part in reference.named_modules() if isinstance(part, nn.Linear)]
+        law = {linear_layers[0]: law}
         post = None
         sites = "hidden"
+    own = ()
+    if arguments.own:
+        own = "last"
     return embens.embed(
         reference,
         members,
         pre=law,
         post=post,
         sites=sites,
-        own="last" if arguments.own else (),
+        own=own,
+        own_weights=initialise_,
         generator=generator,
     )
+
+
+@torch.no_grad()
+def run_members(
+    ensemble: EmbeddedEnsemble, encoder: Encoder, numbers: Tensor, codes: Tensor
+) -> Tensor:
+    """Return the outputs of all members, ``(member, row, output)``, in evaluation mode."""
+    ensemble.eval()
+    outputs = []
+    blocks = zip(numbers.split(PREDICTED_ROWS), codes.split(PREDICTED_ROWS), strict=True)
+    for block_numbers, block_codes in blocks:
+        outputs.append(ensemble(encoder(block_numbers, block_codes)))
+    return torch.cat(outputs, 1)
+
+
+def predict_rows(ensemble: EmbeddedEnsemble, encoder: Encoder, rows: Rows) -> Tensor:
+    """Return the outputs of all members for rows, ``(member, row, output)``."""
+    return run_members(ensemble, encoder, rows.numbers, rows.codes)

@@ -1,100 +1,32 @@
-"""From a table to a fitted ensemble.
+"""From encoded rows to a fitted ensemble: search, train, calibrate.
 
-:func:`prepare` splits the rows, learns the encoding of columns and target, and encodes the table.
-:func:`fit` tunes, embeds an ensemble, trains it and calibrates it.
+A time limit is kept by measurement. A few rows show how long calibration and training take on this
+machine; then held-out rows are thinned, the search is left out, or training ends early.
 """
 
-import copy
 import math
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
-import embens
-from embens import EmbeddedEnsemble, training
+from embens import EmbeddedEnsemble
 from embens.tabular import defaults
-from embens.tabular.columns import FOLDS, Preprocessing, learn_columns
+from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes
-from embens.tabular.frames import Table, class_weight_factors
+from embens.tabular.descent import train
 from embens.tabular.gaussians import MIN_SKEWNESS, GaussianHead
-from embens.tabular.perceptron import build_network, embed
-from embens.tabular.targets import ClassHead
-from embens.training import Divergence, History
+from embens.tabular.perceptron import Encoder, Rows, build_network, embed, predict_rows
+from embens.tabular.preparation import AnyHead, Prepared
+from embens.training import History
 
-AnyHead = ClassHead | GaussianHead
-
-AVERAGED_EPOCHS = 2.0  # horizon of the running average of the weights
-FINAL_RATE = 0.02  # of the learning rate, at the end
 TRANSFORM_ROWS = 1000  # held-out rows that choose the transform of the target
-ATTEMPTS = 4  # of a training run that diverges, each with a quarter of the learning rate
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Encoded rows of a table.
-
-    Attributes:
-        numbers: ``(row, number)``.
-        codes: ``(row, categorical column)``.
-        target: ``(row, target)``, with weights in the last column if there are any.
-    """
-
-    numbers: Tensor
-    codes: Tensor
-    target: Tensor
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor]:
-        """The arguments of the network."""
-        return self.numbers, self.codes
-
-    def __len__(self) -> int:
-        return len(self.target)
-
-    def __getitem__(self, rows: Any) -> Self:
-        return replace(
-            self, numbers=self.numbers[rows], codes=self.codes[rows], target=self.target[rows]
-        )
-
-    def __add__(self, other: Self) -> Self:
-        return replace(
-            self,
-            numbers=torch.cat([self.numbers, other.numbers]),
-            codes=torch.cat([self.codes, other.codes]),
-            target=torch.cat([self.target, other.target]),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """Encoded rows and everything else that training needs.
-
-    Attributes:
-        arguments: of the estimator.
-        seed: of the initial weights and of training.
-        deadline: when the fit has to end, by the monotonic clock.
-        preprocessing: the encoding of the columns.
-        head: the head of the target.
-        train: training rows.
-        validation: held-out rows for tuning, early stopping and temperatures, if any.
-        calibration: held-out rows for conformal scores only, if any.
-    """
-
-    arguments: Arguments
-    seed: int
-    deadline: float
-    preprocessing: Preprocessing
-    head: AnyHead
-    train: Rows
-    validation: Rows | None
-    calibration: Rows | None
+MEASURED_ROWS = 128  # rows that measure the speed of this machine, if time is limited
+SEARCH_SHARE = 0.15  # of the remaining time, for one round of the search
+CALIBRATION_SHARE = 0.1  # of the remaining time, for calibration
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,19 +35,24 @@ class Fitted:
 
     Attributes:
         preprocessing: the encoding of the columns.
+        encoder: the inputs of the network.
         head: the calibrated head.
         ensemble: the trained ensemble.
         sizes: the chosen values of the arguments.
         run: the history of training.
-        held_out: losses on the validation rows, of the "ensemble" and of the "members".
+        held_out: losses on the validation rows, of the "ensemble", of the "members", and of the
+            best "constant" prediction; None without validation rows.
+        remarks: what the user should know about the fit.
     """
 
     preprocessing: Preprocessing
+    encoder: Encoder
     head: AnyHead
     ensemble: EmbeddedEnsemble
     sizes: Sizes
     run: History
     held_out: dict[str, Any] | None
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,135 +60,205 @@ class Fitted:
         return next(self.ensemble.parameters()).dtype
 
 
-def prepare(
-    table: Table,
-    y: np.ndarray,
-    weights: Tensor,
-    arguments: Arguments,
-    random_state: np.random.RandomState,
-    deadline: float = math.inf,
-    previous: Fitted | None = None,
-    classes: Any = None,
-) -> Prepared:
-    """Split the rows of a table and learn its encoding from the training rows.
-
-    Args:
-        table: the features.
-        y: the target, ``(row,)`` or ``(row, target)``.
-        weights: sample weights ``(row,)``; rows of weight 0 are ignored.
-        arguments: of the estimator.
-        random_state: source of the seeds of training and of the split.
-        deadline: when the fit has to end, by the monotonic clock.
-        previous: a previous fit, whose encoding is used again.
-        classes: all classes, if ``y`` does not have all of them.
-    """
-    seed = int(random_state.randint(2**31 - 1))
-    generator = torch.Generator().manual_seed(int(random_state.randint(2**31 - 1)))
-    head = previous.head if previous else arguments.head_class.learn(y, arguments, classes)
-    values = head.values(y)
-    if arguments.class_weight is not None:
-        weights = weights * class_weight_factors(arguments.class_weight, y, weights)
-    if not weights.all():
-        used = weights.nonzero().squeeze(1)
-        table, values, weights = table.take(used.numpy()), values[used], weights[used]
-    head = replace(head, weighted=bool((weights != weights[0]).any()))
-    split = defaults.split_rows(
-        table.rows,
-        arguments.validation_fraction,
-        stride=head.calibration_stride,
-        strata=head.strata(values),
-        generator=generator,
-    )
-    folds = torch.randint(FOLDS, split.train.shape, generator=generator)
-    if previous is None:
-        head = head.scaled(values[split.train], weights[split.train])
-        # A large table needs only a sample of its rows for bins and categories.
-        sample = torch.randperm(len(split.train), generator=generator)
-        sample = sample[: defaults.MAX_LEARNING_ROWS].sort().values
-        rows = split.train[sample]
-        statistics_target = head.statistics_target(values[rows])
-        preprocessing = learn_columns(
-            table.take(rows.numpy()), arguments, weights[rows], statistics_target, folds[sample]
-        )
-        # In float64 a weight of 2 equals two rows, to rounding.
-        dtype = torch.float64 if table.rows < defaults.TINY_ROWS else torch.float32
-    else:
-        preprocessing = previous.preprocessing
-        dtype = previous.dtype
-    # Training rows use the target statistics without their fold, held-out rows those of all rows.
-    row_folds = torch.zeros(table.rows, dtype=torch.int64)
-    row_folds[split.train] = 1 + folds
-    numbers, codes = preprocessing.encode(table, dtype, row_folds)
-    target = head.pack(values, weights / weights[split.train].mean(), dtype)
-    encoded = Rows(numbers, codes, target)
-    return Prepared(
-        arguments,
-        seed,
-        deadline,
-        preprocessing,
-        head,
-        train=encoded[split.train],
-        validation=encoded[split.validation] if len(split.validation) else None,
-        calibration=encoded[split.calibration] if len(split.calibration) else None,
-    )
-
-
-def fit(prepared: Prepared, previous: Fitted | None = None) -> Fitted:
+def fit(
+    prepared: Prepared, sizes: Sizes, deadline: float = math.inf, previous: Fitted | None = None
+) -> Fitted:
     """Train and calibrate an ensemble.
 
     Args:
         prepared: the encoded rows.
+        sizes: values of the arguments; the search may change them.
+        deadline: when the fit has to end, by the monotonic clock.
         previous: a previous fit, whose ensemble is trained further in place.
     """
     arguments = prepared.arguments
-    sizes = defaults.choose_sizes(len(prepared.train), arguments)
-    if previous is not None:
-        run = train(previous.ensemble, prepared, sizes)
-        head, held_out = calibrate(previous.ensemble, prepared)
-        return replace(previous, head=head, run=run, held_out=held_out)
-    if arguments.tune and prepared.validation is not None:
-        prepared = choose_transform(prepared, sizes)
-        sizes = race(prepared, sizes)
-    validation = prepared.validation
-    refit = arguments.refit and validation is not None
-    ensemble = build_ensemble(prepared, sizes)
-    run = train(ensemble, prepared, sizes, share=0.5 if refit else 0.95)
-    head, held_out = calibrate(ensemble, prepared)
-    if arguments.refit and validation is not None:
-        # The temperature stays that of the first run: no validation rows are left to choose it.
-        all_rows = prepared.train + validation
-        prepared = replace(prepared, train=all_rows, validation=None)
+    can_search = arguments.tune and previous is None and len(prepared.validation) > 0
+    can_refit = arguments.refit and previous is None and len(prepared.validation) > 0
+    if deadline < math.inf:
+        prepared, deadline, is_long = plan_time(prepared, sizes, deadline)
+        can_search = can_search and is_long
+    if can_search:
+        prepared, sizes = search(prepared, sizes, deadline)
+    if previous is None:
         ensemble = build_ensemble(prepared, sizes)
-        train(ensemble, prepared, replace(sizes, epochs=run.best_epoch or sizes.epochs))
-        if prepared.calibration is not None:
-            outputs = run_members(ensemble, prepared.calibration.inputs)
-            head = head.with_scores(outputs, prepared.calibration.target)
-    return Fitted(prepared.preprocessing, head, ensemble, sizes, run, held_out)
+    else:
+        ensemble = previous.ensemble
+    train_deadline = deadline
+    if can_refit:
+        train_deadline = share_of(deadline, 0.5)
+    verbose = bool(arguments.verbose)
+    run = train(ensemble, prepared, sizes, deadline=train_deadline, verbose=verbose)
+    head, held_out, remarks = calibrate(ensemble, prepared)
+    if run.stopped == "time":
+        remarks.append(
+            f"time_limit={arguments.time_limit:g} ended training in epoch {len(run.epochs)} of "
+            f"{sizes.epochs}. A longer limit may give a better model."
+        )
+    fitted = Fitted(
+        prepared.preprocessing, prepared.encoder, head, ensemble, sizes, run, held_out, remarks
+    )
+    if can_refit:
+        fitted = refit(fitted, prepared, deadline)
+    return fitted
 
 
-def choose_transform(prepared: Prepared, sizes: Sizes) -> Prepared:
-    """Choose the transform of a skewed target by the CRPS of short runs on held-out rows."""
+def refit(fitted: Fitted, prepared: Prepared, deadline: float) -> Fitted:
+    """Train again with the validation rows included, as long as the best epoch of the first run.
+
+    The temperature stays that of the first run: no validation rows are left to choose it.
+    """
+    all_rows = prepared.train + prepared.validation
+    prepared = replace(prepared, train=all_rows, validation=prepared.validation[:0])
+    sizes = replace(fitted.sizes, epochs=fitted.run.best_epoch or fitted.sizes.epochs)
+    ensemble = build_ensemble(prepared, sizes)
+    train(ensemble, prepared, sizes, deadline=deadline)
+    head = fitted.head
+    if len(prepared.calibration):
+        outputs = predict_rows(ensemble, prepared.encoder, prepared.calibration)
+        head = head.with_scores(outputs, prepared.calibration.target)
+    return replace(fitted, ensemble=ensemble, head=head)
+
+
+def build_ensemble(prepared: Prepared, sizes: Sizes) -> EmbeddedEnsemble:
+    """Build the reference network and embed an ensemble in it."""
+    generator = torch.Generator().manual_seed(prepared.seed)
+    head, arguments = prepared.head, prepared.arguments
+    reference = build_network(prepared.encoder, head, arguments, sizes, generator)
+    reference = reference.to(prepared.train.numbers.dtype)
+    return embed(reference, head, arguments, sizes, generator)
+
+
+# Time
+
+
+def share_of(deadline: float, share: float) -> float:
+    """Return the deadline of a part of the fit: a share of the remaining time from now on."""
+    now = time.monotonic()
+    return now + share * (deadline - now)
+
+
+def plan_time(prepared: Prepared, sizes: Sizes, deadline: float) -> tuple[Prepared, float, bool]:
+    """Measure the speed of this machine and divide the remaining time.
+
+    Args:
+        prepared: the encoded rows.
+        sizes: epochs and batch size of the training.
+        deadline: when the fit has to end.
+
+    Returns:
+        The rows, with fewer held-out rows if their calibration would take too long; the deadline
+        of training, which leaves time for calibration; and whether the full training would end
+        before it, so that there is time for a search.
+    """
+    ensemble = build_ensemble(prepared, sizes)
+    sample = replace(
+        prepared,
+        train=prepared.train.thinned(MEASURED_ROWS),
+        validation=prepared.validation.thinned(MEASURED_ROWS),
+        calibration=prepared.calibration.thinned(MEASURED_ROWS),
+    )
+    calibrate(ensemble, sample)  # the first call traces the network and imports libraries
+    start = time.monotonic()
+    predict_rows(ensemble, prepared.encoder, sample.train)
+    middle = time.monotonic()
+    calibrate(ensemble, sample)
+    end = time.monotonic()
+    # Forward and backward take about three times as long as forward alone.
+    row_seconds = 3 * (middle - start) / len(sample.train)
+    calibration_seconds = (end - middle) / MEASURED_ROWS
+    remaining = deadline - end
+    most = max(MEASURED_ROWS, int(CALIBRATION_SHARE * remaining / calibration_seconds))
+    validation = prepared.validation.thinned(most)
+    calibration = prepared.calibration.thinned(most)
+    held_out_rows = max(MEASURED_ROWS, len(validation), len(calibration))
+    reserve = calibration_seconds * held_out_rows + row_seconds * sizes.batch_size
+    prepared = replace(prepared, validation=validation, calibration=calibration)
+    training_seconds = row_seconds * len(prepared.train) * sizes.epochs
+    return prepared, deadline - reserve, training_seconds < remaining - reserve
+
+
+# Search
+
+
+def search(prepared: Prepared, sizes: Sizes, deadline: float) -> tuple[Prepared, Sizes]:
+    """Choose the transform of a skewed target, then dropout and weight decay.
+
+    Candidates are compared on the validation rows by successive halving of short runs.
+    """
+
+    def target_loss(candidate: Prepared, ensemble: EmbeddedEnsemble, run: History) -> float:
+        head: Any = candidate.head
+        rows = candidate.validation[:TRANSFORM_ROWS]
+        return float(head.crps(predict_rows(ensemble, candidate.encoder, rows), rows.target))
+
+    def best_metric(candidate: Prepared, ensemble: EmbeddedEnsemble, run: History) -> float:
+        return min(row["metric"] for row in run.epochs)
+
+    transforms = [(candidate, sizes) for candidate in transform_candidates(prepared)]
+    prepared, _ = halve(transforms, target_loss, deadline)
+    arguments = prepared.arguments
+    regularised = [(prepared, candidate) for candidate in size_candidates(sizes, arguments)]
+    return halve(regularised, best_metric, deadline)
+
+
+def halve(
+    candidates: list[tuple[Prepared, Sizes]],
+    score: Callable[[Prepared, EmbeddedEnsemble, History], float],
+    deadline: float,
+) -> tuple[Prepared, Sizes]:
+    """Return the best candidate by successive halving.
+
+    A round trains all candidates with a quarter of the members. The better half goes on to the next
+    round, which is twice as long.
+
+    Args:
+        candidates: rows and hyperparameters; the first candidate is the default.
+        score: the loss of a candidate after a short run.
+        deadline: of the whole fit. A round takes at most ``SEARCH_SHARE`` of the remaining time.
+    """
+    epochs = max(4, candidates[0][1].epochs // 4)
+    while len(candidates) > 1:
+        losses = []
+        share = SEARCH_SHARE / len(candidates)
+        for prepared, sizes in candidates:
+            members = max(1, sizes.members // 4)
+            short = replace(sizes, members=members, epochs=epochs, patience=epochs)
+            ensemble = build_ensemble(prepared, short)
+            run = train(ensemble, prepared, short, deadline=share_of(deadline, share))
+            losses.append(score(prepared, ensemble, run))
+        order = np.argsort(losses, kind="stable")
+        candidates = [candidates[index] for index in order[: len(candidates) // 2]]
+        epochs *= 2
+    return candidates[0]
+
+
+def size_candidates(sizes: Sizes, arguments: Arguments) -> list[Sizes]:
+    """Return distinct values of dropout and weight decay, as far as they are "auto"."""
+    candidates = []
+    for dropout, weight_decay in defaults.REGULARISATIONS:
+        candidate = sizes
+        if arguments.dropout == "auto":
+            candidate = replace(candidate, dropout=dropout)
+        if arguments.weight_decay == "auto":
+            candidate = replace(candidate, weight_decay=weight_decay)
+        if candidate not in candidates:
+            candidates.append(candidate)
+    return candidates
+
+
+def transform_candidates(prepared: Prepared) -> list[Prepared]:
+    """Return the rows with possible transforms of a skewed target; the first one has none."""
     head = prepared.head
     if not isinstance(head, GaussianHead) or prepared.arguments.target_transform != "auto":
-        return prepared
+        return [prepared]
     standardised = prepared.train.target[:, : head.targets].double()
     skewness = (standardised - standardised.mean(0)).pow(3).mean(0).abs().max()
     if skewness < MIN_SKEWNESS:
-        return prepared
+        return [prepared]
     candidates = [prepared, with_transform(prepared, "quantile")]
-    values, _ = head.unpack(prepared.train.target)
-    if (values >= 0).all():
+    if torch.as_tensor(head.lower).eq(0).all():
         candidates.append(with_transform(prepared, "log"))
-    short = defaults.shorten(sizes)
-    losses = []
-    for candidate in candidates:
-        ensemble = build_ensemble(candidate, short)
-        train(ensemble, candidate, short, share=0.05, verbose=False)
-        candidate_head: Any = candidate.head
-        rows: Any = candidate.validation
-        rows = rows[:TRANSFORM_ROWS]
-        losses.append(float(candidate_head.crps(run_members(ensemble, rows.inputs), rows.target)))
-    return candidates[losses.index(min(losses))]
+    return candidates
 
 
 def with_transform(prepared: Prepared, transform: str) -> Prepared:
@@ -260,9 +267,7 @@ def with_transform(prepared: Prepared, transform: str) -> Prepared:
     values, weights = old.unpack(prepared.train.target)
     head = replace(old, transform=transform).scaled(values, weights)
 
-    def convert(rows: Rows | None) -> Rows | None:
-        if rows is None:
-            return None
+    def convert(rows: Rows) -> Rows:
         values, weights = old.unpack(rows.target)
         return replace(rows, target=head.pack(values, weights, rows.target.dtype))
 
@@ -275,151 +280,46 @@ def with_transform(prepared: Prepared, transform: str) -> Prepared:
     )
 
 
-def race(prepared: Prepared, sizes: Sizes) -> Sizes:
-    """Choose dropout and weight decay by successive halving of short runs with few members."""
-    candidates = defaults.race_candidates(sizes, prepared.arguments)
-    # Each of the two rounds may take 15 % of the remaining time.
-    epochs = defaults.shorten(sizes).epochs
-    share = 0.3 / (2 * len(candidates))
-    while len(candidates) > 1:
-        losses = {}
-        for candidate in candidates:
-            short = replace(defaults.shorten(candidate), epochs=epochs, patience=epochs)
-            ensemble = build_ensemble(prepared, short)
-            run = train(ensemble, prepared, short, share=share, verbose=False)
-            losses[candidate] = min(row["metric"] for row in run.epochs)
-        candidates = sorted(candidates, key=losses.__getitem__)[: len(candidates) // 2]
-        epochs *= 2
-        share *= 2
-    return candidates[0]
-
-
-def build_ensemble(prepared: Prepared, sizes: Sizes) -> EmbeddedEnsemble:
-    """Build the reference network and embed an ensemble in it."""
-    generator = torch.Generator().manual_seed(prepared.seed)
-    head, arguments = prepared.head, prepared.arguments
-    reference = build_network(prepared.preprocessing, head, arguments, sizes, generator)
-    reference = reference.to(prepared.train.numbers.dtype)
-    return embed(reference, head, arguments, sizes, generator)
-
-
-def train(
-    ensemble: EmbeddedEnsemble,
-    prepared: Prepared,
-    sizes: Sizes,
-    *,
-    share: float = 0.95,
-    verbose: bool = True,
-) -> History:
-    """Train an ensemble in place; restart with a lower learning rate if the run diverges.
-
-    Args:
-        ensemble: the ensemble.
-        prepared: the rows.
-        sizes: epochs, batch size, rates and patience.
-        share: fraction of the remaining time that the run may take.
-        verbose: whether to show progress if the user asked for it.
-    """
-    start = copy.deepcopy(ensemble.state_dict())
-    attempt = 1
-    while True:
-        seconds = max(1e-3, share * (prepared.deadline - time.monotonic()))
-        try:
-            return run_training(ensemble, prepared, sizes, seconds, verbose)
-        except Divergence as error:
-            if attempt == ATTEMPTS:
-                raise
-            attempt += 1
-            sizes = replace(sizes, lr=sizes.lr / 4)
-            warnings.warn(f"{error} Trying again with lr={sizes.lr:g}.", stacklevel=4)
-            ensemble.load_state_dict(start)
-
-
-def run_training(
-    ensemble: EmbeddedEnsemble, prepared: Prepared, sizes: Sizes, seconds: float, verbose: bool
-) -> History:
-    """Call :func:`embens.fit`."""
-    head = replace(prepared.head, temperature=1.0)
-    train_rows, validation = prepared.train, prepared.validation
-    epochs = sizes.epochs
-    validation_data = None
-    callbacks = [training.ScheduleEveryStep(), training.WeightAveraging(AVERAGED_EPOCHS)]
-    if validation is None:
-        epochs = min(epochs, defaults.MAX_EPOCHS_WITHOUT_VALIDATION)
-    else:
-        validation_data = (validation.inputs, validation.target)
-        callbacks.append(
-            training.EarlyStopping(sizes.patience, head.calibrated_metric, maximise=False)
-        )
-    if seconds < math.inf:
-        callbacks.append(training.TimeLimit(seconds))
-    is_float32 = train_rows.numbers.dtype == torch.float32
-    if head.allows_bfloat16 and is_float32 and has_fast_bfloat16():
-        callbacks.append(training.Autocast(torch.bfloat16))
-    groups = ensemble.parameter_groups(
-        lr=sizes.lr, weight_decay=sizes.weight_decay, optimizer=torch.optim.AdamW
-    )
-    steps_per_epoch = math.ceil(len(train_rows) / sizes.batch_size)
-    return embens.fit(
-        ensemble,
-        (train_rows.inputs, train_rows.target),
-        validation_data,
-        epochs=epochs,
-        batch_size=sizes.batch_size,
-        optimizer=torch.optim.AdamW(groups, fused=True),
-        scheduler=cosine_schedule(steps_per_epoch, epochs, seconds),
-        criterion=head.criterion,
-        seed=prepared.seed,
-        callbacks=callbacks,
-        progress=bool(prepared.arguments.verbose) and verbose,
-    )
-
-
-def has_fast_bfloat16() -> bool:
-    """Return whether the processor has instructions for bfloat16."""
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
-
-
-def cosine_schedule(
-    steps_per_epoch: int, epochs: int, seconds: float
-) -> Callable[[torch.optim.Optimizer], LambdaLR]:
-    """Return a schedule that rises during the first epoch and then falls along a cosine.
-
-    Progress is the fraction of epochs or of time that is used, whichever is larger.
-    """
-    start = time.monotonic()
-
-    def factor(step: int) -> float:
-        time_used = (time.monotonic() - start) / seconds
-        progress = min(1.0, max(step / (steps_per_epoch * epochs), time_used))
-        cosine = FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
-        warm_up = min(1.0, (step + 1) / steps_per_epoch)
-        return warm_up * cosine
-
-    return lambda optimizer: LambdaLR(optimizer, factor)
-
-
-def run_members(ensemble: EmbeddedEnsemble, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the outputs of the members, ``(member, row, output)``."""
-    return embens.predict(ensemble, inputs, task="regression").members
+# Calibration
 
 
 def calibrate(
     ensemble: EmbeddedEnsemble, prepared: Prepared
-) -> tuple[AnyHead, dict[str, Any] | None]:
-    """Return the calibrated head and the losses on the validation rows, if there are any."""
+) -> tuple[AnyHead, dict[str, Any] | None, list[str]]:
+    """Fit the temperature and conformal scores, and compare with a constant prediction.
+
+    Returns:
+        The calibrated head; losses on the validation rows, or None if there are none; and a remark
+        if the ensemble is worse than the best constant prediction.
+    """
     head = replace(prepared.head, temperature=1.0, scores=None)
     rows = prepared.validation
-    if rows is None:
-        return head, None
-    outputs = run_members(ensemble, rows.inputs)
-    held_out = {
-        "ensemble": float(head.metric(outputs, rows.target)),
-        "members": [float(head.metric(member, rows.target)) for member in outputs.split(1)],
-    }
-    if prepared.arguments.calibrate:
-        head = head.calibrated(outputs, rows.target)
-    if prepared.calibration is not None:  # None if there are fewer held-out rows than the stride
+    if len(rows) == 0:
+        rows = prepared.train.thinned(TRANSFORM_ROWS)
+    outputs = predict_rows(ensemble, prepared.encoder, rows)
+    constant = head.constant_outputs(prepared.train.target).expand(1, len(rows), -1)
+    constant_loss = float(head.metric(constant, rows.target))
+    held_out = None
+    if len(prepared.validation):
+        held_out = {
+            "ensemble": float(head.metric(outputs, rows.target)),
+            "members": [float(head.metric(member, rows.target)) for member in outputs.split(1)],
+            "constant": constant_loss,
+        }
+        if prepared.arguments.calibrate:
+            head = head.calibrated(outputs, rows.target)
+    loss = float(head.metric(outputs, rows.target))
+    remarks = []
+    if loss > constant_loss:
+        remarks.append(
+            f"The ensemble is worse than a constant prediction: its loss is {loss:.4g} on "
+            f"{len(rows)} rows, that of {head.constant_name} is {constant_loss:.4g}. Train longer, "
+            "or check that the columns of X explain y."
+        )
+    if len(prepared.calibration):
+        # Rows that nothing else has used. With too few of them the validation rows are used again.
         rows = prepared.calibration
-        outputs = run_members(ensemble, rows.inputs)
-    return head.with_scores(outputs, rows.target), held_out
+        outputs = predict_rows(ensemble, prepared.encoder, rows)
+    if held_out is not None:
+        head = head.with_scores(outputs, rows.target)
+    return head, held_out, remarks

@@ -1,5 +1,6 @@
 """Regressor: a mixture of Gaussians with conformal intervals, and scorers for distributions."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
@@ -10,21 +11,24 @@ from sklearn.base import RegressorMixin
 from sklearn.utils import check_consistent_length
 from torch import Tensor
 
-from embens.tabular import gaussians
+from embens.checks import warn
+from embens.mixtures import crps, negative_log_likelihood, quantile
 from embens.tabular.estimator import TableEstimator, Uncertainty
 from embens.tabular.gaussians import GaussianHead
 from embens.uncertainty import conformal_quantile
 
+RELIABLE_ROWS = 100  # calibration rows below which intervals come with a warning
+
 
 def neg_nll(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
     """Score a regressor by the mean log-density of the targets; a scorer for ``scoring=``."""
-    scores = _score_rows(gaussians.log_density, estimator, X, y)
-    return float(np.average(scores, weights=sample_weight))
+    scores = _score_rows(negative_log_likelihood, estimator, X, y)
+    return -float(np.average(scores, weights=sample_weight))
 
 
 def neg_crps(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
     """Score a regressor by its negative CRPS, in units of the target; a scorer for ``scoring=``."""
-    scores = _score_rows(gaussians.crps, estimator, X, y)
+    scores = _score_rows(crps, estimator, X, y)
     return -float(np.average(scores, weights=sample_weight))
 
 
@@ -121,6 +125,9 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
     ) -> np.ndarray:
         """Return quantiles of the mixture; they have no coverage guarantee.
 
+        Quantiles of a target without negative training values are not negative. Those of a target
+        whose training values are integers are integers.
+
         Args:
             X: the rows.
             quantiles: one level or several, between 0 and 1.
@@ -134,7 +141,8 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
 
         def compute(head: GaussianHead, outputs: Tensor) -> list[Tensor]:
             mean, std = head.mixture(outputs)
-            return [torch.stack([gaussians.quantile(mean, std, level) for level in levels], 1)]
+            values = torch.stack([quantile(mean, std, level) for level in levels], 1)
+            return [head.within_bounds(values)]
 
         (values,) = self._predict_blocks(X, compute)
         return self._to_numpy(values)
@@ -153,11 +161,20 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
             Lower and upper end, ``(row, 2)``; for several targets ``(row, 2, target)``, each with
             its own guarantee.
         """
-        factors = [conformal_quantile(scores, coverage) for scores in self.conformal_scores().T]
+        scores = self.conformal_scores()
+        factors = [conformal_quantile(column, coverage) for column in scores.T]
+        if len(scores) < RELIABLE_ROWS:
+            error = math.sqrt(coverage * (1 - coverage) / (len(scores) + 2))
+            warn(
+                f"Only {len(scores)} held-out rows calibrate these intervals. Their coverage is "
+                f"{coverage:g} on average over calibration rows, with a standard deviation of "
+                f"{error:.2f}. Fit with more rows or a larger validation_fraction; half of the "
+                "held-out rows calibrate."
+            )
         half_width = torch.tensor(factors, dtype=torch.float64)
         mean, std = self._predict_blocks(X, GaussianHead.summarise)
         interval = torch.stack([mean - half_width * std, mean + half_width * std], 1)
-        return self._to_numpy(interval)
+        return self._to_numpy(self.head_.within_bounds(interval))
 
 
 def _variances(head: GaussianHead, outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,22 +23,40 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 import embens
-from embens import laws
-from embens.files import Format, Refused, read_tree, refusing, write_atomically, write_tree
-from embens.modes import evaluating
-from embens.tabular.columns import (
-    MAX_SCALED,
-    CategoricalColumn,
-    NumericColumn,
-    Preprocessing,
+from embens.fields import Fields
+from embens.files import (
+    Format,
+    Refused,
+    check_output,
+    read_tree,
+    refusing,
+    write_atomically,
+    write_tree,
 )
-from embens.tabular.defaults import Sizes
-from embens.tabular.perceptron import build_network
+from embens.modes import evaluating
+from embens.tabular import parsing
+from embens.tabular.columns import MAX_SCALED
+from embens.tabular.perceptron import Encoder, build_network
 from embens.tabular.pipeline import Fitted
 from embens.tabular.targets import ClassHead
-from embens.training import History
 
-FORMAT = Format("embens estimator", 7)
+FORMAT = Format("embens estimator", 8)
+NAMES = (
+    "class",
+    "arguments",
+    "features",
+    "feature_names",
+    "head",
+    "columns",
+    "sizes",
+    "dtype",
+    "held_out",
+    "remarks",
+    "history",
+    "ensemble",
+)
+"""Fields of a file."""
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def save(estimator: Any, path: str | os.PathLike[str]) -> None:
@@ -69,6 +87,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         "sizes": dict(vars(fitted.sizes)),
         "dtype": str(fitted.dtype).removeprefix("torch."),
         "held_out": fitted.held_out,
+        "remarks": fitted.remarks,
         "history": dict(vars(fitted.run)),
         "ensemble": _ensemble_to_bytes(fitted.ensemble),
     }
@@ -85,49 +104,69 @@ def load(path: str | os.PathLike[str], classes: list[type]) -> Any:
     Raises:
         embens.files.Refused: if the file is damaged or holds something else.
     """
-    tree = read_tree(path, FORMAT)
+    path = Path(path)
+    tree = Fields(read_tree(path, FORMAT), f"{path.name}: tree", NAMES)
     with refusing(path):
         class_by_name = {kind.__name__: kind for kind in classes}
-        if tree["class"] not in class_by_name:
-            raise Refused(f"{path} holds a {tree['class']}, not a {' or '.join(class_by_name)}")
-        arguments = tree["arguments"]
-        if arguments["law"] is not None:
-            arguments["law"] = laws.from_dict(arguments["law"])
-        estimator = class_by_name[tree["class"]](**arguments)
-        estimator.n_features_in_ = tree["features"]
-        if tree["feature_names"] is not None:
-            estimator.feature_names_in_ = np.array(tree["feature_names"], dtype=object)
-        estimator.fitted_ = _load_fitted(tree, estimator)
+        if tree.get("class") not in class_by_name:
+            raise Refused(f"{path} holds a {tree.get('class')}, not a {' or '.join(class_by_name)}")
+        kind = class_by_name[tree.text("class")]
+        estimator = parsing.read_arguments(kind, tree.fields("arguments"))
+        fitted = _load_fitted(tree, estimator)
+        features = len(fitted.preprocessing.names)
+        estimator.n_features_in_ = tree.whole("features", least=features, most=features)
+        if tree.get("feature_names") is not None:
+            names = tree.texts("feature_names")
+            if names != fitted.preprocessing.names:
+                raise tree.fail("feature_names", "the names of the columns")
+            estimator.feature_names_in_ = np.array(names, dtype=object)
+        estimator.fitted_ = fitted
         return estimator
 
 
-def _load_fitted(tree: dict[str, Any], estimator: Any) -> Fitted:
-    columns = tree["columns"]
-    preprocessing = Preprocessing(
-        names=columns["names"],
-        numeric=[NumericColumn(**column) for column in columns["numeric"]],
-        categorical=[CategoricalColumn(**column) for column in columns["categorical"]],
-        notes=columns["notes"],
-    )
-    head_fields = tree["head"]
-    if "labels" in head_fields:
-        labels = [np.array(values, dtype=dtype) for dtype, values in head_fields["labels"]]
-        head_fields["labels"] = tuple(labels)
-    head = estimator.head_class(**head_fields)
-    sizes = Sizes(**tree["sizes"])
-    content = tree["ensemble"]
+def _load_fitted(tree: Fields, estimator: Any) -> Fitted:
+    preprocessing = parsing.read_columns(tree.fields("columns"))
+    head = parsing.read_head(estimator.head_class, tree.fields("head"))
+    sizes = parsing.read_sizes(tree.fields("sizes"))
+    content = tree.get("ensemble")
+    if not isinstance(content, Tensor) or content.dtype != torch.uint8 or content.dim() != 1:
+        raise tree.fail("ensemble", "a tensor of bytes")
     # The file must be larger than the network that is built for it, or a damaged header could
     # make us allocate any amount of memory.
-    weights = sizes.width * (1 + (int(estimator.depth) - 1) * sizes.width)
+    weights = sizes.width * (1 + (int(estimator.depth) - 1) * sizes.width + head.outputs)
     if weights > content.numel():
         raise ValueError(
             f"{weights} weights do not fit into the {content.numel()} bytes of the file"
         )
-    reference = build_network(preprocessing, head, estimator, sizes)
-    reference = reference.to(getattr(torch, tree["dtype"]))
-    ensemble = _ensemble_from_bytes(content, reference)
-    history = History(**tree["history"])
-    return Fitted(preprocessing, head, ensemble, sizes, history, tree["held_out"])
+    dtype = DTYPES[tree.text("dtype", DTYPES)]
+    bins = estimator.numerical_embedding in ("piecewise", "both")
+    encoder = Encoder(preprocessing, bins=bins).to(dtype)
+    reference = build_network(encoder, head, estimator, sizes).to(dtype)
+    try:
+        ensemble = _ensemble_from_bytes(content, reference)
+    except Refused as error:
+        raise Refused(f"{tree.place}.{error}") from None
+    if ensemble.members != sizes.members:
+        raise tree.fail("sizes", f"those of {ensemble.members} members")
+    history = parsing.read_history(tree.fields("history"))
+    held_out = parsing.read_held_out(tree, ensemble.members)
+    remarks = tree.texts("remarks")
+    fitted = Fitted(preprocessing, encoder, head, ensemble, sizes, history, held_out, remarks)
+    _check_prediction(fitted)
+    return fitted
+
+
+@torch.no_grad()
+def _check_prediction(fitted: Fitted) -> None:
+    """Predict a row of zeros, which raises if the parts do not belong together."""
+    columns = fitted.preprocessing
+    numbers = torch.zeros(1, columns.width, dtype=fitted.dtype)
+    codes = torch.zeros(1, len(columns.categorical), dtype=torch.int64)
+    with evaluating(fitted.ensemble):
+        outputs = fitted.ensemble(fitted.encoder(numbers, codes))
+        for output in fitted.head.summarise(outputs):
+            if len(output) != 1:
+                raise ValueError(f"one row has {len(output)} predictions")
 
 
 def _ensemble_to_bytes(ensemble: embens.EmbeddedEnsemble) -> Tensor:
@@ -158,6 +197,7 @@ class RawPredictor(nn.Module):
         scale = torch.tensor([column.scale for column in columns], dtype=torch.float64)
         self.centre = nn.Buffer(centre)
         self.scale = nn.Buffer(scale)
+        self.encoder = fitted.encoder
         self.ensemble = fitted.ensemble
         self.head = fitted.head
         self.dtype = fitted.dtype
@@ -165,13 +205,15 @@ class RawPredictor(nn.Module):
     def forward(self, numbers: Tensor) -> tuple[Tensor, ...]:
         scaled = ((numbers - self.centre) / self.scale).clamp(-MAX_SCALED, MAX_SCALED)
         codes = torch.zeros(numbers.shape[0], 0, dtype=torch.int64)
-        return self.head.summarise(self.ensemble(scaled.to(self.dtype), codes))
+        inputs = self.encoder(scaled.to(self.dtype), codes)
+        return self.head.summarise(self.ensemble(inputs))
 
 
 def to_onnx(estimator: Any, path: str | os.PathLike[str]) -> None:
     """Write an ONNX file that maps raw numbers to predictions; see the method of estimators."""
     check_is_fitted(estimator, "fitted_")
     fitted = estimator.fitted_
+    check_output(path)
     check_exportable(fitted)
     names = ["predicted_mean", "predicted_std"]
     metadata = {"numeric": [column.name for column in fitted.preprocessing.numeric]}

@@ -1,18 +1,18 @@
-r"""Output heads: how a target is represented, trained, scored and predicted.
+r"""Heads: how a target is represented, trained, scored, calibrated and predicted.
 
-A head learns the values of a target and converts it to a tensor. It is the training criterion of
-one member and the validation metric of the ensemble. It is calibrated on held-out rows and turns
-network outputs into predictions. The default metric is the negative log-likelihood of the *mixture*
-of the members,
+A head is the likelihood of an estimator. It converts the target to a tensor, is the training
+criterion of one member and the validation metric of the ensemble, and turns network outputs into
+predictions. This file has the contract and the head of classes. The head of numbers is in
+:mod:`embens.tabular.gaussians`.
+
+Outputs are ``(member, row, output)``. Target tensors are ``(row, target + 1)``; their last column
+has the sample weights. The default metric is the negative log-likelihood of the *mixture* of the
+members,
 
 .. math::
     -\frac1n \sum_i \log \frac1M \sum_a p_a(y_i \mid x_i).
 
-Unlike the mean of the members' losses, it rewards disagreement. Outputs are
-``(member, row, output)``. If rows have weights, these are the last column of the target tensor and
-have mean 1.
-
-This file has the head of classes; the head of numbers is in :mod:`embens.tabular.gaussians`.
+Unlike the mean of the members' losses, it rewards disagreement.
 """
 
 import math
@@ -26,22 +26,20 @@ from sklearn.utils.multiclass import check_classification_targets
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from embens.mixtures import best_scale
 from embens.tabular.defaults import Arguments
-from embens.tabular.frames import describe_rows, read_target
-from embens.uncertainty import best_scale
-
-TEMPERATURE_ROWS = 256  # held-out rows that choose the temperature of an epoch
+from embens.tabular.frames import describe_rows, read_target, split_targets
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Head(ABC):
-    """Base class of the heads.
+    """Contract of the heads.
 
     Attributes:
         single: whether the target is a vector, not a table.
-        weighted: whether the target tensor ends with a column of weights.
         scores: conformal scores of held-out rows, ``(row, target)``.
         detached: whether the second half of the outputs does not train the hidden layers.
+        constant_name: name of the prediction of :meth:`constant_outputs`.
         default_sites: where members differ by default.
         allows_bfloat16: whether the network may run in bfloat16 during training.
         calibration_stride: every ``calibration_stride``-th held-out row is reserved for
@@ -49,9 +47,9 @@ class Head(ABC):
     """
 
     single: bool = True
-    weighted: bool = False
     scores: Tensor | None = None
     detached: ClassVar[bool] = False
+    constant_name: ClassVar[str]
     default_sites: ClassVar[str] = "hidden"
     allows_bfloat16: ClassVar[bool] = False
     calibration_stride: ClassVar[int] = 4
@@ -82,64 +80,36 @@ class Head(ABC):
         """Return a target as a tensor ``(row, target)``: codes of classes, or numbers."""
 
     @abstractmethod
+    def scaled(self, values: Tensor, weights: Tensor) -> Self:
+        """Return the head with the location and scale of the training rows."""
+
+    @abstractmethod
+    def strata(self, values: Tensor) -> np.ndarray | None:
+        """Return the classes ``(row,)`` by which held-out rows are stratified, if any."""
+
+    @abstractmethod
+    def pack(self, values: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the target tensor: what the network learns, then weights."""
+
+    @abstractmethod
     def statistics_target(self, values: Tensor) -> Tensor:
         """Return numbers ``(row, number)`` whose category means are inputs of the network."""
 
-    def scaled(self, values: Tensor, weights: Tensor) -> Self:
-        """Return the head with the location and scale of the training rows."""
-        return self
-
-    def strata(self, values: Tensor) -> Tensor | None:
-        """Return the classes ``(row,)`` by which held-out rows are stratified, if any."""
-        return None
-
-    def pack(self, values: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the target tensor of the criterion and the metric: values, then weights."""
-        if self.weighted and weights is not None:
-            return torch.cat([values.to(dtype), weights[:, None].to(dtype)], 1)
-        return values.to(dtype)
-
     @abstractmethod
-    def losses(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the losses ``(…, row, target)`` of one member or of all members."""
-
     def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the weighted training losses ``(…, row)``."""
-        losses = self.losses(outputs, target).sum(-1)
-        if self.weighted:
-            losses = losses * target[..., -1]
-        return losses
-
-    # embens.objective calls such a criterion once for all members, which is faster.
-    criterion.over_members = True  # type: ignore[attr-defined]
+        """Return the weighted training losses ``(…, row)`` of one member or of all members."""
 
     @abstractmethod
-    def log_likelihood(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the log-likelihood of the mixture, ``(row, target)``."""
+    def constant_outputs(self, target: Tensor) -> Tensor:
+        """Return the outputs ``(1, 1, output)`` of the best prediction that ignores all columns."""
 
+    @abstractmethod
     def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the mean negative log-likelihood of the mixture."""
-        return self.average(-self.log_likelihood(outputs, target).sum(-1), target)
-
-    def average(self, losses: Tensor, target: Tensor) -> Tensor:
-        """Return the weighted mean over rows."""
-        if self.weighted:
-            weights = target[:, -1]
-            return (losses * weights).sum() / weights.sum()
-        return losses.mean()
+        """Return the weighted mean over rows of the loss of the ensemble."""
 
     @abstractmethod
     def calibrated(self, outputs: Tensor, target: Tensor) -> Self:
         """Return the head with the best temperature for held-out rows."""
-
-    def calibrated_metric(self, outputs: Tensor, target: Tensor) -> Tensor:
-        """Return the metric at the best temperature, which early stopping minimises.
-
-        An overconfident network can still be the most informative one (Berta et al., 2025). The
-        temperature is fitted to a part of the rows to save time.
-        """
-        head = self.calibrated(outputs[:, :TEMPERATURE_ROWS], target[:TEMPERATURE_ROWS])
-        return head.metric(outputs, target)
 
     @abstractmethod
     def with_scores(self, outputs: Tensor, target: Tensor) -> Self:
@@ -148,27 +118,6 @@ class Head(ABC):
     @abstractmethod
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         """Return the prediction of the ensemble, one or several tensors ``(row, …)``."""
-
-
-def log_mean(logarithms: Tensor) -> Tensor:
-    """Return the logarithm of the mean over the first axis."""
-    return logarithms.logsumexp(0) - math.log(len(logarithms))
-
-
-def split_targets(y: np.ndarray, expected: int) -> list[np.ndarray]:
-    """Return the columns of a target.
-
-    Raises:
-        ValueError: if their number differs from the first fit.
-    """
-    columns = [y]
-    if y.ndim == 2:
-        columns = list(y.T)
-    if len(columns) != expected:
-        raise ValueError(
-            f"y must have {expected} targets, as in the first fit, got {len(columns)}."
-        )
-    return columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +131,7 @@ class ClassHead(Head):
 
     labels: tuple[np.ndarray, ...]
     temperature: float = 1.0
+    constant_name: ClassVar[str] = "the class frequencies"
     default_sites: ClassVar[str] = "first"
     allows_bfloat16: ClassVar[bool] = True
 
@@ -247,6 +197,17 @@ class ClassHead(Head):
             codes.append(np.searchsorted(label, column))
         return torch.from_numpy(np.stack(codes, 1))
 
+    def scaled(self, values: Tensor, weights: Tensor) -> Self:
+        return self  # classes have no scale
+
+    def strata(self, values: Tensor) -> np.ndarray | None:
+        if values.shape[1] > 1:
+            return None
+        return values[:, 0].numpy()
+
+    def pack(self, values: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.cat([values.to(dtype), weights[:, None].to(dtype)], 1)
+
     def statistics_target(self, values: Tensor) -> Tensor:
         columns = []
         for codes, size in zip(values.long().T, self.sizes, strict=True):
@@ -256,22 +217,35 @@ class ClassHead(Head):
             columns.append(indicators)
         return torch.cat(columns, 1).double()
 
-    def strata(self, values: Tensor) -> Tensor | None:
-        if values.shape[1] > 1:
-            return None
-        return values[:, 0]
-
-    def losses(self, outputs: Tensor, target: Tensor) -> Tensor:
+    def log_probabilities(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the log-probabilities of the true classes, ``(…, row, label)``."""
         # A plain gather over all members is faster than cross_entropy member by member.
-        target = target.view(len(target), -1)
-        log_probabilities = []
+        columns = []
         for k, logits in enumerate(outputs.split(self.sizes, dim=-1)):
             index = target[:, k].long().expand(logits.shape[:-1]).unsqueeze(-1)
-            log_probabilities.append(logits.log_softmax(-1).gather(-1, index))
-        return -torch.cat(log_probabilities, -1)
+            columns.append(logits.log_softmax(-1).gather(-1, index))
+        return torch.cat(columns, -1)
+
+    def criterion(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return -self.log_probabilities(outputs, target).sum(-1) * target[:, -1]
+
+    def constant_outputs(self, target: Tensor) -> Tensor:
+        frequencies = []
+        for k, size in enumerate(self.sizes):
+            indicators = one_hot(target[:, k].long(), size).to(target)
+            # A class without rows is as frequent as half a row: its logarithm is finite.
+            frequencies.append((target[:, -1] @ indicators).clamp(min=0.5))
+        return torch.cat(frequencies).log().view(1, 1, -1)
 
     def log_likelihood(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return log_mean(-self.losses(outputs / self.temperature, target))
+        """Return the log-likelihood of the mean probability, ``(row, label)``."""
+        log_probabilities = self.log_probabilities(outputs / self.temperature, target)
+        return log_mean(log_probabilities)
+
+    def metric(self, outputs: Tensor, target: Tensor) -> Tensor:
+        losses = -self.log_likelihood(outputs, target).sum(-1)
+        weights = target[:, -1].to(losses)
+        return losses @ weights / weights.sum()
 
     def calibrated(self, outputs: Tensor, target: Tensor) -> Self:
         outputs = outputs.double()
@@ -300,3 +274,8 @@ class ClassHead(Head):
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         """Return the mean probabilities of each label, ``(row, class)``."""
         return tuple(probabilities.mean(0) for probabilities in self.probabilities(outputs))
+
+
+def log_mean(logarithms: Tensor) -> Tensor:
+    """Return the logarithm of the mean over the first axis."""
+    return logarithms.logsumexp(0) - math.log(len(logarithms))

@@ -1,0 +1,256 @@
+"""Training of an ensemble on encoded rows: a plain PyTorch loop.
+
+:func:`embens.fit` does more: checkpoints, several processes, any network. Tables need AdamW on the
+ensemble's parameter groups, a learning rate that rises and then falls along a cosine, a running
+average of the weights, and early stopping on the validation rows. The averaged weights are
+validated, and those of the best epoch are kept.
+"""
+
+import copy
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from embens import EmbeddedEnsemble
+from embens.checks import warn
+from embens.tabular import defaults
+from embens.tabular.defaults import Sizes
+from embens.tabular.perceptron import EncodedBatches, predict_rows
+from embens.tabular.preparation import Prepared
+from embens.training import Divergence, History
+
+ATTEMPTS = 4  # of a run that diverges, each with a quarter of the learning rate
+AVERAGED_EPOCHS = 2.0  # horizon of the running average of the weights
+FINAL_RATE = 0.02  # of the learning rate, at the end
+TEMPERATURE_ROWS = 256  # held-out rows that choose the temperature of an epoch
+
+
+def train(
+    ensemble: EmbeddedEnsemble,
+    prepared: Prepared,
+    sizes: Sizes,
+    *,
+    deadline: float = math.inf,
+    verbose: bool = False,
+) -> History:
+    """Train an ensemble in place; restart with a lower learning rate if the run diverges.
+
+    Args:
+        ensemble: the ensemble.
+        prepared: the rows and the head.
+        sizes: epochs, batch size, rates and patience.
+        deadline: when the run has to end, by the monotonic clock. There is at least one step.
+        verbose: whether to print a line after each epoch.
+
+    Returns:
+        The history of losses.
+
+    Raises:
+        Divergence: if a loss is not finite in four attempts.
+    """
+    start = copy.deepcopy(ensemble.state_dict())
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return run_once(ensemble, prepared, sizes, deadline, verbose)
+        except Divergence as error:
+            sizes = replace(sizes, lr=sizes.lr / 4)
+            warn(f"{error} Trying again with lr={sizes.lr:g}.")
+            ensemble.load_state_dict(start)
+    return run_once(ensemble, prepared, sizes, deadline, verbose)
+
+
+def run_once(
+    ensemble: EmbeddedEnsemble, prepared: Prepared, sizes: Sizes, deadline: float, verbose: bool
+) -> History:
+    """Train until the last epoch, the end of patience, or the deadline."""
+    run = Descent(ensemble, prepared, sizes, deadline)
+    # Dropout draws from the global generator, which is left as it was.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(prepared.seed)
+        while run.stopped is None:
+            run.train_epoch()
+            run.end_epoch()
+            if verbose:
+                print(run.describe_epoch(), file=sys.stderr)
+    ensemble.load_state_dict(run.best_weights)
+    ensemble.eval()
+    return History(run.member_rows, run.epoch_rows, run.best_epoch, run.stopped)
+
+
+class Descent:
+    """The state of a training run.
+
+    Args:
+        ensemble: the ensemble, changed in place.
+        prepared: the rows and the head.
+        sizes: epochs, batch size, rates and patience.
+        deadline: when the run has to end.
+
+    Attributes:
+        average: running average of the ensemble.
+        epoch_rows: one row for each epoch, as in :class:`embens.History`.
+        member_rows: one row for each epoch and member.
+        best_epoch: the epoch with the best metric; None without validation rows.
+        best_weights: the averaged weights of the best epoch, or of the last one.
+        stopped: "epochs", "patience" or "time"; None while the run continues.
+    """
+
+    def __init__(
+        self, ensemble: EmbeddedEnsemble, prepared: Prepared, sizes: Sizes, deadline: float
+    ):
+        self.ensemble = ensemble
+        self.prepared = prepared
+        self.head = replace(prepared.head, temperature=1.0)
+        self.patience = sizes.patience
+        self.deadline = deadline
+        self.epochs = sizes.epochs
+        if len(prepared.validation) == 0:
+            self.epochs = min(self.epochs, defaults.MAX_EPOCHS_WITHOUT_VALIDATION)
+        generator = torch.Generator().manual_seed(prepared.seed)
+        self.batches = EncodedBatches(prepared.train, prepared.encoder, sizes.batch_size, generator)
+        groups = ensemble.parameter_groups(
+            lr=sizes.lr, weight_decay=sizes.weight_decay, optimizer=torch.optim.AdamW
+        )
+        self.optimizer = torch.optim.AdamW(groups, fused=True)
+        self.average = AveragedModel(ensemble, multi_avg_fn=averaging(len(self.batches)))
+        self.best_weights = self.average.module.state_dict()
+        self.best_metric = math.inf
+        self.best_epoch: int | None = None
+        self.epoch_rows: list[dict[str, Any]] = []
+        self.member_rows: list[dict[str, Any]] = []
+        self.stopped: str | None = None
+        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=self._uses_bfloat16())
+        # The last epoch is validated too, so the time of a validation has to remain.
+        self.validation_seconds = 0.0
+        if deadline < math.inf and len(prepared.validation):
+            start = time.monotonic()
+            self.validate()
+            self.validation_seconds = time.monotonic() - start
+        seconds = max(1e-3, deadline - self.validation_seconds - time.monotonic())
+        factor = cosine_schedule(len(self.batches), self.epochs, seconds)
+        self.scheduler = LambdaLR(self.optimizer, factor)
+
+    def _uses_bfloat16(self) -> bool:
+        is_float32 = self.prepared.train.numbers.dtype == torch.float32
+        is_fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
+        return bool(self.head.allows_bfloat16 and is_float32 and is_fast)
+
+    def train_epoch(self) -> None:
+        """Make the steps of an epoch, or those until the deadline."""
+        start = time.monotonic()
+        self.ensemble.train()
+        loss_sums = torch.zeros(self.ensemble.members)
+        rows = 0
+        for inputs, target in self.batches:
+            with self.autocast:
+                outputs = self.ensemble(inputs)
+            # As in embens.objective: the sum over members of the mean over rows.
+            losses = self.head.criterion(outputs.to(target.dtype), target).mean(-1)
+            losses.sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.average.update_parameters(self.ensemble)
+            loss_sums += len(target) * losses.detach()
+            rows += len(target)
+            if time.monotonic() + self.validation_seconds > self.deadline:
+                self.stopped = "time"
+                break
+        self.losses = loss_sums / rows
+        self.seconds = time.monotonic() - start
+
+    def end_epoch(self) -> None:
+        """Validate the averaged weights, keep them if they are the best, write the history."""
+        epoch = len(self.epoch_rows) + 1
+        loss = float(self.losses.mean())
+        weights = torch.cat([p.detach().flatten() for p in self.ensemble.parameters()])
+        if not math.isfinite(loss) or not weights.isfinite().all():
+            raise Divergence(
+                f"Training diverged in epoch {epoch}: the loss is {loss:.4g}.",
+                History(self.member_rows, self.epoch_rows),
+            )
+        row = {"epoch": epoch, "loss": loss}
+        members = {"loss": self.losses.tolist()}
+        metric = -epoch  # without validation rows the last epoch is the best
+        if len(self.prepared.validation):
+            metric, validation_losses = self.validate()
+            row["validation_loss"] = float(validation_losses.mean())
+            row["metric"] = metric
+            members["validation_loss"] = validation_losses.tolist()
+        if metric < self.best_metric or epoch == 1:
+            self.best_metric = metric
+            self.best_weights = copy.deepcopy(self.average.module.state_dict())
+            if len(self.prepared.validation):
+                self.best_epoch = epoch
+        row["lr"] = self.optimizer.param_groups[0]["lr"]
+        row["seconds"] = self.seconds
+        self.epoch_rows.append(row)
+        for member in range(self.ensemble.members):
+            values = {name: column[member] for name, column in members.items()}
+            self.member_rows.append({"epoch": epoch, "member": member, **values})
+        if self.best_epoch is not None and epoch - self.best_epoch >= self.patience:
+            self.stopped = self.stopped or "patience"
+        if epoch == self.epochs:
+            self.stopped = self.stopped or "epochs"
+
+    def validate(self) -> tuple[float, Tensor]:
+        """Return the metric of early stopping and the losses of the members.
+
+        The metric is taken at the best temperature: an overconfident network can still be the most
+        informative one (Berta et al., 2025). A part of the rows chooses it, to save time.
+        """
+        rows = self.prepared.validation
+        averaged: Any = self.average.module
+        outputs = predict_rows(averaged, self.prepared.encoder, rows)
+        few = slice(TEMPERATURE_ROWS)
+        calibrated = self.head.calibrated(outputs[:, few], rows.target[few])
+        metric = float(calibrated.metric(outputs, rows.target))
+        return metric, self.head.criterion(outputs, rows.target).mean(-1)
+
+    def describe_epoch(self) -> str:
+        """Return the last row of the history as text."""
+        row = self.epoch_rows[-1]
+        text = f"epoch {row['epoch']}/{self.epochs}: loss {row['loss']:.4g}"
+        if "metric" in row:
+            text += f", validation {row['metric']:.4g}"
+        return f"{text}, {row['seconds']:.2g} s"
+
+
+def averaging(steps_per_epoch: int) -> Callable[[Any, Any, Any], None]:
+    r"""Return the update of averaged parameters for torch's ``AveragedModel``.
+
+    After step :math:`s`, the mean moves by :math:`(w - \bar w) / \min(h, 1 + s/9)`, where :math:`h`
+    is the number of steps in :data:`AVERAGED_EPOCHS` epochs.
+    """
+    horizon = max(1.0, AVERAGED_EPOCHS * steps_per_epoch)
+
+    def update(averages: Any, parameters: Any, steps: Any) -> None:
+        decay = 1 - 1 / min(horizon, 1 + float(steps) / 9)
+        get_ema_multi_avg_fn(decay)(averages, parameters, steps)
+
+    return update
+
+
+def cosine_schedule(steps_per_epoch: int, epochs: int, seconds: float) -> Callable[[int], float]:
+    """Return factors of the learning rate: a rise in the first epoch, then a cosine.
+
+    Progress is the fraction of epochs or of time that is used, whichever is larger.
+    """
+    start = time.monotonic()
+
+    def factor(step: int) -> float:
+        time_used = (time.monotonic() - start) / seconds
+        progress = min(1.0, max(step / (steps_per_epoch * epochs), time_used))
+        cosine = FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+        warm_up = min(1.0, (step + 1) / steps_per_epoch)
+        return warm_up * cosine
+
+    return factor

@@ -1,0 +1,199 @@
+"""From a table and a target to encoded rows: split, learn the encoding, encode."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+
+from embens.tabular import defaults
+from embens.tabular.columns import FOLDS, Preprocessing, learn_columns
+from embens.tabular.defaults import Arguments
+from embens.tabular.frames import Table, class_weight_factors
+from embens.tabular.gaussians import GaussianHead
+from embens.tabular.perceptron import Encoder, Rows
+from embens.tabular.targets import ClassHead
+
+if TYPE_CHECKING:
+    from embens.tabular.pipeline import Fitted
+
+AnyHead = ClassHead | GaussianHead
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Encoded rows and everything else that training needs.
+
+    Attributes:
+        arguments: of the estimator.
+        seed: of the initial weights and of training.
+        preprocessing: the encoding of the columns.
+        encoder: the inputs of the network.
+        head: the head of the target.
+        train: training rows.
+        validation: held-out rows for the search, early stopping and temperatures; may be empty.
+        calibration: held-out rows for conformal scores only; may be empty.
+    """
+
+    arguments: Arguments
+    seed: int
+    preprocessing: Preprocessing
+    encoder: Encoder
+    head: AnyHead
+    train: Rows
+    validation: Rows
+    calibration: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Sorted row numbers: to train on, to stop by, and to calibrate intervals and sets with."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    calibration: np.ndarray
+
+
+def split_rows(
+    rows: int, fraction: Any, stride: int, strata: np.ndarray | None, seed: int
+) -> Split:
+    """Split rows at random.
+
+    Args:
+        rows: number of rows.
+        fraction: fraction of rows to hold out; "auto" is a fifth, at most
+            ``MAX_HELD_OUT_ROWS``, and nothing for tiny tables.
+        stride: every ``stride``-th held-out row is reserved for conformal calibration.
+        strata: classes ``(row,)``; classes with several rows keep their proportion.
+        seed: of the split.
+    """
+    if fraction != "auto":
+        held_out = round(fraction * rows)
+    elif rows < defaults.TINY_ROWS:
+        held_out = 0
+    else:
+        held_out = min(round(0.2 * rows), defaults.MAX_HELD_OUT_ROWS)
+    if held_out == rows:
+        raise ValueError(
+            f"validation_fraction={fraction} leaves no training rows of {rows} rows. Reduce it."
+        )
+    held_out_rows = np.arange(0)
+    if held_out > 0:
+        held_out_rows = _draw_rows(rows, held_out, strata, seed)
+    train = np.setdiff1d(np.arange(rows), held_out_rows)
+    is_calibration = np.arange(held_out) % stride == stride - 1
+    return Split(
+        train,
+        np.sort(held_out_rows[~is_calibration]),
+        np.sort(held_out_rows[is_calibration]),
+    )
+
+
+def _draw_rows(rows: int, count: int, strata: np.ndarray | None, seed: int) -> np.ndarray:
+    """Draw rows to hold out; classes keep their proportion where they are large enough."""
+    candidates = np.arange(rows)
+    if strata is not None:
+        # The only row of a class is needed for training.
+        class_sizes = np.bincount(strata)
+        repeated = candidates[class_sizes[strata] > 1]
+        if len(repeated) > count:
+            candidates = repeated
+            strata = strata[repeated]
+        classes = len(np.unique(strata))
+        if min(count, len(candidates) - count) < classes or np.bincount(strata).max() < 2:
+            strata = None  # too few rows for one of each class in both parts
+    _, drawn = train_test_split(candidates, test_size=count, stratify=strata, random_state=seed)
+    return np.asarray(drawn)
+
+
+def _learn_preprocessing(
+    table: Table,
+    values: Tensor,
+    weights: Tensor,
+    head: AnyHead,
+    arguments: Arguments,
+    train: np.ndarray,
+    folds: np.ndarray,
+) -> Preprocessing:
+    """Learn bins and categories; a sample of the training rows is enough for a large table."""
+    step = math.ceil(len(train) / defaults.MAX_LEARNING_ROWS)
+    sample = train[::step]
+    return learn_columns(
+        table.take(sample),
+        arguments,
+        weights[sample],
+        head.statistics_target(values[sample]),
+        torch.from_numpy(folds[::step]),
+    )
+
+
+def prepare(
+    table: Table,
+    y: np.ndarray,
+    weights: Tensor,
+    arguments: Arguments,
+    random_state: np.random.RandomState,
+    previous: "Fitted | None" = None,
+    classes: Any = None,
+) -> Prepared:
+    """Split the rows of a table and learn its encoding from the training rows.
+
+    Args:
+        table: the features.
+        y: the target, ``(row,)`` or ``(row, target)``.
+        weights: sample weights ``(row,)``; rows of weight 0 are ignored.
+        arguments: of the estimator.
+        random_state: source of the seeds of training and of the split.
+        previous: a previous fit, whose encoding is used again.
+        classes: all classes, if ``y`` does not have all of them.
+    """
+    seed = int(random_state.randint(2**31 - 1))
+    split_seed = int(random_state.randint(2**31 - 1))
+    if previous is None:
+        head = arguments.head_class.learn(y, arguments, classes)
+    else:
+        head = previous.head
+    values = head.values(y)
+    if arguments.class_weight is not None:
+        weights = weights * class_weight_factors(arguments.class_weight, y, weights)
+    if not weights.all():
+        used = weights.nonzero().squeeze(1)
+        table, values, weights = table.take(used.numpy()), values[used], weights[used]
+    fraction = arguments.validation_fraction
+    split = split_rows(
+        table.rows, fraction, head.calibration_stride, head.strata(values), split_seed
+    )
+    folds = np.random.RandomState(split_seed).randint(FOLDS, size=len(split.train))
+    if previous is None:
+        head = head.scaled(values[split.train], weights[split.train])
+        preprocessing = _learn_preprocessing(
+            table, values, weights, head, arguments, split.train, folds
+        )
+        embedding = arguments.numerical_embedding
+        encoder = Encoder(preprocessing, bins=embedding in ("piecewise", "both"))
+        if encoder.inputs == 0:
+            raise ValueError(f"X has no column to learn from. {' '.join(preprocessing.notes)}")
+        if table.rows < defaults.TINY_ROWS:
+            encoder = encoder.double()  # a weight of 2 equals two rows, to rounding
+    else:
+        preprocessing, encoder = previous.preprocessing, previous.encoder
+    # Training rows use the target statistics without their fold, held-out rows those of all rows.
+    row_folds = torch.zeros(table.rows, dtype=torch.int64)
+    row_folds[split.train] = torch.from_numpy(1 + folds)
+    dtype = encoder.left.dtype
+    numbers, codes = preprocessing.encode(table, dtype, row_folds)
+    target = head.pack(values, weights / weights[split.train].mean(), dtype)
+    rows = Rows(numbers, codes, target)
+    return Prepared(
+        arguments,
+        seed,
+        preprocessing,
+        encoder,
+        head,
+        train=rows[split.train],
+        validation=rows[split.validation],
+        calibration=rows[split.calibration],
+    )

@@ -1,0 +1,93 @@
+"""The training loop of the estimators: schedule, average, best epoch, divergence."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tabular.problems import classes_of, classifier, fitted, mixed_table, regressor
+from torch.optim.lr_scheduler import LambdaLR
+
+import embens
+from embens.tabular import descent
+from embens.training import History
+
+
+def test_the_rate_rises_in_the_first_epoch_and_falls_along_a_cosine():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = LambdaLR(optimizer, descent.cosine_schedule(5, 4, math.inf))
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    steps = np.arange(20)
+    final = descent.FINAL_RATE
+    cosine = final + (1 - final) * (1 + np.cos(np.pi * steps / 20)) / 2
+    np.testing.assert_allclose(rates, np.minimum(1, (steps + 1) / 5) * cosine)
+
+
+def test_the_average_follows_the_recursion():
+    weights = torch.nn.Parameter(torch.zeros(1))
+    model = torch.nn.ParameterList([weights])
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=descent.averaging(10))
+    expected = 0.0
+    for step in range(60):
+        weights.data.fill_(float(step))
+        average.update_parameters(model)
+        rate = 1 / min(20, 1 + step / 9)
+        expected += (step - expected) * rate
+        assert average.module[0].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_that_diverges_is_repeated_with_a_lower_rate(monkeypatch):
+    rates, run_once = [], descent.run_once
+
+    def diverges_twice(ensemble, prepared, sizes, *arguments):
+        rates.append(sizes.lr)
+        if len(rates) < 3:
+            raise embens.Divergence("not finite.", History([], []))
+        return run_once(ensemble, prepared, sizes, *arguments)
+
+    monkeypatch.setattr(descent, "run_once", diverges_twice)
+    x, target = mixed_table(200)
+    y = classes_of(target)
+    with pytest.warns(UserWarning, match="Trying again with lr="):
+        model = classifier(lr=0.016, tune=False).fit(x, y)
+    assert rates == [0.016, 0.004, 0.001]
+    assert model.predict(x).shape == y.shape
+
+
+def test_a_loss_that_is_not_finite_is_a_divergence(monkeypatch):
+    monkeypatch.setattr(descent, "ATTEMPTS", 1)
+    X, target = mixed_table(60)
+    for epochs in (1, 5):
+        with pytest.raises(embens.Divergence, match="diverged in epoch"):
+            regressor(lr=1e38, loss="squared", max_epochs=epochs).fit(X, target)
+
+
+def test_patience_ends_a_run_after_the_best_epoch():
+    X, _ = mixed_table(200)
+    noise = np.random.default_rng(0).normal(size=200)
+    model = regressor(patience=2, max_epochs=1000, lr=0.05)
+    model.fit(X, noise)
+    assert model.run_.stopped == "patience"
+    assert len(model.run_.epochs) == model.run_.best_epoch + 2
+
+
+def test_a_history_has_a_row_for_each_epoch_and_member():
+    history = fitted()[0].run_
+    assert [row["epoch"] for row in history.epochs] == list(range(1, len(history.epochs) + 1))
+    assert len(history.members) == 4 * len(history.epochs)
+    first = [row["loss"] for row in history.members if row["epoch"] == 1]
+    assert np.mean(first) == pytest.approx(history.epochs[0]["loss"], rel=1e-6)
+    assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
+
+
+def test_verbose_prints_a_line_for_each_epoch(capsys):
+    X, target = mixed_table(60)
+    regressor(max_epochs=3, verbose=1).fit(X, target)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
