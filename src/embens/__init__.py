@@ -16,24 +16,27 @@ from embens.families import (
     mc_dropout,
 )
 from embens.optim import gaussian_nll, objective
+from embens.prediction import Prediction, predict
 from embens.sites import register_layer
 
 if _TYPE_CHECKING:
     from embens import finite, tabular, theory, training
+    from embens.comparison import Comparison, compare
     from embens.ensemble.export import to_onnx
     from embens.ensemble.loading import load
     from embens.evaluation import evaluate
     from embens.finite import diagnose
-    from embens.prediction import Prediction, predict
     from embens.training import Divergence, History, fit
 
 __all__ = [
+    "Comparison",
     "Divergence",
     "EmbeddedEnsemble",
     "History",
     "Prediction",
     "adapt",
     "batch_ensemble",
+    "compare",
     "diagnose",
     "embed",
     "evaluate",
@@ -60,14 +63,14 @@ __all__ = [
 
 _ROOMS = ("finite", "tabular", "theory", "training")
 _HOMES = {
+    "Comparison": "embens.comparison",
     "Divergence": "embens.training",
     "History": "embens.training",
-    "Prediction": "embens.prediction",
+    "compare": "embens.comparison",
     "diagnose": "embens.finite",
     "evaluate": "embens.evaluation",
     "fit": "embens.training",
     "load": "embens.ensemble.loading",
-    "predict": "embens.prediction",
     "to_onnx": "embens.ensemble.export",
 }
 """Public names that are imported when they are first used, and where they are defined."""

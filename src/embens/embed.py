@@ -4,9 +4,8 @@ Everything is validated before anything is built. The reference is copied, never
 weights are kept.
 """
 
-import copy
 import fnmatch
-import warnings
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embens.checks import check_choice, check_members, closest
+from embens.checks import check_choice, check_members, closest, warn
 from embens.ensemble.module import EmbeddedEnsemble
-from embens.graph.reading import Flow, detached_state, read_flow
+from embens.graph.reading import Flow, copy_reference, has_user_code, read_flow
+from embens.graph.snapshots import HOOKS
 from embens.graph.watching import watch_flow
 from embens.laws import Law, Normal
 from embens.sites import (
@@ -98,14 +98,16 @@ def embed(
     if not callable(own_weights) and own_weights not in ("drawn", "copied"):
         check_choice("own_weights", own_weights, ("drawn", "copied"))
     separate_layers = source.choose_per_member(own)
-    chosen = source.choose_sites(pre, post, sites, trainable, fresh, separate_layers)
+    modulated_sites = source.choose_sites(pre, post, sites, trainable, fresh, separate_layers)
     spec = source.make_spec(
         family,
-        chosen,
+        modulated_sites,
         separate_layers=separate_layers,
         drawn=own_weights != "copied",
         norm_affine=norm_affine == "member",
     )
+    if not is_selection(sites, pre, post):
+        source.warn_about_equal_weights(modulated_sites, (), separate_layers)
     initialise = own_weights if callable(own_weights) else None
     ensemble = build(reference, spec, initialise, generator, flow=source.flow)
     source.warn_about_cancelling_members(ensemble)
@@ -155,7 +157,7 @@ class Source:
         selected = {site for site in selected if not is_within(site[0], separate_layers)}
         self._refuse_separate(pre, post, sites, separate_layers)
         flags = _flags_by_side(trainable)
-        chosen = []
+        modulated_sites = []
         for side, law in zip(SIDES, (pre, post), strict=True):
             names = [
                 name
@@ -170,7 +172,7 @@ class Source:
                 repeat = self.flow.repeat.get(name, 1) if side == "post" else 1
                 size = self.layers[name].channels(side)
                 assert size is not None
-                chosen.append(
+                modulated_sites.append(
                     Site(
                         name,
                         side,
@@ -182,10 +184,10 @@ class Source:
                         hidden=(name, side) in hidden,
                     )
                 )
-        if not chosen and not separate_layers:
+        if not modulated_sites and not separate_layers:
             self._refuse_nothing(pre, post, sites)
         order = {name: index for index, name in enumerate(self.layers)}
-        return tuple(sorted(chosen, key=lambda site: (order[site.layer], site.kind)))
+        return tuple(sorted(modulated_sites, key=lambda site: (order[site.layer], site.kind)))
 
     def _select(self, sites: Sites) -> tuple[set[tuple[str, Side]], set[tuple[str, Side]]]:
         """Return the selected sites and the hidden sites."""
@@ -233,7 +235,11 @@ class Source:
         return names
 
     def _refuse_separate(
-        self, pre: Laws, post: Laws, sites: Sites, separate_layers: Collection[str]
+        self,
+        pre: Laws,
+        post: Laws,
+        sites: Sites,
+        separate_layers: Collection[str],
     ) -> None:
         """Raise if a site is requested inside a layer that every member has separately."""
         named: list[Any] = [] if callable(sites) else as_list(sites)
@@ -274,7 +280,7 @@ class Source:
             shrink: whether smaller layers get a smaller rank; otherwise they are refused.
         """
         selected = {name for name, _ in self._select(sites)[0]}
-        chosen = []
+        low_rank_sites = []
         for name in self.used:
             layer = self.layers[name]
             if name not in selected or is_within(name, separate_layers):
@@ -283,7 +289,8 @@ class Source:
                 kind = type(self.modules[layer.module]).__name__
                 raise ValueError(
                     f"{name!r} ({kind}) has no weight matrix that low-rank members could change "
-                    "(a hook, max_norm, or a recurrent layer). Choose sites without it."
+                    "(a hook or max_norm). Choose sites without it (in "
+                    "adapt: by='modulations' or 'head')."
                 )
             rows, columns = self._matrix_shape(layer)
             rank = template.rank
@@ -295,13 +302,12 @@ class Source:
                         "sites without the layer."
                     )
                 rank = min(rows, columns)
-            chosen.append(replace(template, layer=name, rank=rank))
-        return tuple(chosen)
+            low_rank_sites.append(replace(template, layer=name, rank=rank))
+        return tuple(low_rank_sites)
 
     def _matrix_shape(self, layer: Layer) -> tuple[int, int]:
-        """Return rows and columns of a layer's weight, its first axis against all others."""
-        weight = layer.part(getattr(self.modules[layer.module], layer.weights[0]))
-        rows, columns = weight.flatten(1).shape
+        """Return rows and columns of a layer's weight."""
+        rows, columns = layer.matrix(self.modules[layer.module]).shape
         return rows, columns
 
     def choose_per_member(self, own: str | Iterable[str]) -> tuple[str, ...]:
@@ -319,16 +325,16 @@ class Source:
             inside = any(name != a and is_within(name, [a]) for a in attentions)
             if (used and not inside) or isinstance(module, NORMS):
                 candidates.append(name)
-        chosen: set[str] = set()
+        names: set[str] = set()
         for pattern in as_list(own):
             if not isinstance(pattern, str):
                 raise TypeError(
                     f"own must be 'last', or names or wildcards of layers, got {pattern!r}."
                 )
-            chosen.update(self._match_per_member(pattern, candidates))
-        for name in chosen:
-            self._check_per_member(name, chosen, attentions)
-        return tuple(name for name in self.modules if name in chosen)
+            names.update(self._match_per_member(pattern, candidates))
+        for name in names:
+            self._check_per_member(name, names, attentions)
+        return tuple(name for name in self.modules if name in names)
 
     def _match_per_member(self, pattern: str, candidates: list[str]) -> list[str]:
         if pattern == "last" and pattern not in self.modules:
@@ -364,7 +370,10 @@ class Source:
                 )
 
     def _check_per_member(
-        self, name: str, chosen: Collection[str], attentions: Collection[str]
+        self,
+        name: str,
+        names: Collection[str],
+        attentions: Collection[str],
     ) -> None:
         module = self.modules[name]
         has_children = any(True for _ in module.children())
@@ -375,7 +384,7 @@ class Source:
             )
         parameters = {id(parameter) for parameter in module.parameters()}
         for other_name, other in self.modules.items():
-            if is_within(other_name, chosen):
+            if is_within(other_name, names):
                 continue
             if parameters & {id(p) for p in other._parameters.values()}:
                 raise ValueError(
@@ -429,7 +438,10 @@ class Source:
         return tuple(items)
 
     def _norm_tensors(
-        self, differing: set[str], separate_layers: Sequence[str], norm_affine: bool
+        self,
+        differing: set[str],
+        separate_layers: Sequence[str],
+        norm_affine: bool,
     ) -> tuple[PerMember, ...]:
         """Return the running statistics, and perhaps scales, that differ between members.
 
@@ -457,11 +469,18 @@ class Source:
     def _warn_about_guesses(self) -> None:
         if self.flow.guesses:
             guesses = "; ".join(dict.fromkeys(self.flow.guesses))
-            warnings.warn(
+            warn(
                 f"the data flow of the reference could not be read completely; guessed: {guesses}. "
                 "To be sure, pass example_input=x (a batch, or a tuple of arguments).",
-                stacklevel=4,
             )
+
+    def warn_about_equal_weights(
+        self,
+        sites: Sequence[Site],
+        low_rank: Sequence[LowRankSite],
+        separate_layers: Sequence[str],
+    ) -> None:
+        """Warn about layers of unknown kinds, and if members differ in few of the weights."""
         unknown = {}
         for name, module in self.modules.items():
             if name in self.layers or isinstance(module, (*NORMS, nn.MultiheadAttention)):
@@ -470,34 +489,75 @@ class Source:
                 unknown[name] = type(module).__name__
         if unknown:
             kinds = ", ".join(sorted(set(unknown.values())))
-            warnings.warn(
+            warn(
                 f"members do not differ in {list_names(unknown)}: layers of type {kinds} are "
                 "unknown. Add them with embens.register_layer(kind, channels), where "
-                "channels(layer) returns the numbers of input and output channels.",
-                stacklevel=4,
+                "channels(layer) returns the numbers of input and output channels."
             )
-        else:
-            self._warn_about_bare_parameters()
+            return
+        differing = self._differing_weights(sites, low_rank, separate_layers)
+        equal: dict[str, int] = {}
+        count = 0
+        for name, parameter in self.reference.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            if id(parameter) in differing:
+                count += parameter.numel()
+            else:
+                equal[name] = parameter.numel()
+        if sum(equal.values()) > count:
+            largest_first = sorted(equal, key=lambda name: -equal[name])
+            fix = (
+                "Keep weights in layers such as nn.Linear that the code calls, or add the module's "
+                "class with embens.register_layer."
+            )
+            owner = self.modules[largest_first[0].rpartition(".")[0]]
+            if isinstance(owner, nn.RNNBase):
+                fix = "Recurrent weights have no masks; batch_ensemble modulates their gates."
+            warn(
+                "members do not differ in most of the weights: all have the same "
+                f"{list_names(largest_first)}. {fix} To leave them out on purpose, name layers in "
+                "sites=."
+            )
 
-    def _warn_about_bare_parameters(self) -> None:
-        """Warn if most of the weights lie outside the layers that are called."""
-        layer_modules = {self.layers[name].module for name in self.used}
-        count_inside = 0
-        outside: dict[str, int] = {}
-        for name, module in self.modules.items():
-            for tensor_name, parameter in _matrices(module).items():
-                if is_within(name, layer_modules):
-                    count_inside += parameter.numel()
-                else:
-                    outside[f"{name}.{tensor_name}".lstrip(".")] = parameter.numel()
-        if sum(outside.values()) > count_inside:
-            largest_first = sorted(outside, key=lambda name: -outside[name])
-            warnings.warn(
-                f"members do not differ in most of the weights: {list_names(largest_first)} belong "
-                "to no layer that is called. Keep them in layers such as nn.Linear, or add the "
-                "module's class with embens.register_layer.",
-                stacklevel=5,
-            )
+    def _differing_weights(
+        self,
+        sites: Sequence[Site],
+        low_rank: Sequence[LowRankSite],
+        separate_layers: Sequence[str],
+    ) -> set[int]:
+        """Return the ``id`` of the parameters in which members differ, as far as sites allow it.
+
+        Without ``pre`` the weights of first layers are the same by definition, without ``post``
+        those of last layers; they count as differing, because their outputs or inputs do.
+        """
+        layers: list[tuple[Layer, Collection[str]]] = []
+        for site in sites:
+            layer = self.layers[site.layer]
+            layers.append((layer, layer.recurrent if site.kind == "post" else ()))
+        for low_rank_site in low_rank:
+            layers.append((self.layers[low_rank_site.layer], ()))
+        sides = {site.kind for site in sites}
+        excused = set()
+        if sides == {"post"}:
+            excused = self.flow.first
+        elif sides == {"pre"}:
+            excused = self.flow.last
+        for name in excused:
+            layer = self.layers[name]
+            if not layer.recurrent:
+                layers.append((layer, ()))
+        parameters: set[int] = set()
+        for layer, equal in layers:
+            module = self.modules[layer.module]
+            for weight in set(layer.weights).difference(equal):
+                parameter = module._parameters.get(weight)
+                # A weight that is computed has the parameters that it is computed from.
+                parts = module.parameters() if parameter is None else [parameter]
+                parameters |= {id(part) for part in parts}
+        for name in separate_layers:
+            parameters |= {id(parameter) for parameter in self.modules[name].parameters()}
+        return parameters
 
     def warn_about_cancelling_members(self, ensemble: EmbeddedEnsemble) -> None:
         """Warn if fixed modulations make the ensemble mean identically zero."""
@@ -511,10 +571,9 @@ class Source:
             if self.layers[name].biases:
                 return
         if all(site.layer in self.flow.last for site in sites):
-            warnings.warn(
+            warn(
                 "the ensemble mean is identically zero: the fixed modulations of the last layer "
                 "sum to zero, and no bias follows. Use rho above -1/(M - 1), or trainable=True.",
-                stacklevel=3,
             )
 
 
@@ -542,7 +601,7 @@ def build(
     drawn = [item.module for item in spec.per_member if item.drawn]
     if drawn:
         for _ in range(spec.members):
-            network = copy.deepcopy(reference, detached_state(reference))
+            network = copy_reference(reference)
             seed = int(torch.randint(2**62, (), generator=generator))
             reinitialise_(network, drawn, initialise, seed)
             networks.append(network)
@@ -564,17 +623,25 @@ def build(
     for low_rank in spec.low_rank:
         factors = sample_low_rank(low_rank, spec.members, layers, modules, generator)
         values.update({name: nn.Parameter(factor) for name, factor in factors.items()})
-    copied = copy.deepcopy(reference, detached_state(reference))
-    return EmbeddedEnsemble(copied, spec, values, flow)
+    ensemble = EmbeddedEnsemble(copy_reference(reference), spec, values, flow)
+    if generator is not None and any(site.fresh for site in spec.sites):
+        ensemble.seed_masks(generator)
+    return ensemble
 
 
 def sample_site(
-    site: Site, members: int, example: Tensor, generator: torch.Generator | None
+    site: Site,
+    members: int,
+    example: Tensor,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Draw the values of a site, ``(member, size)``, with the type of an example."""
     try:
         return site.law.sample(
-            (members, site.size), generator, dtype=example.dtype, device=example.device
+            (members, site.size),
+            generator,
+            dtype=example.dtype,
+            device=example.device,
         )
     except ValueError as error:
         raise ValueError(f"the {site.kind} modulations of {site.layer!r}: {error}") from None
@@ -593,8 +660,8 @@ def sample_low_rank(
     root mean square of the weight.
     """
     layer = layers[site.layer]
-    weight = layer.part(getattr(modules[layer.module], layer.weights[0]))
-    rows, columns = weight.flatten(1).shape
+    weight = layer.matrix(modules[layer.module])
+    rows, columns = weight.shape
     right_std = 1.0
     product_std: Any = site.scale
     if site.kind == "additive":
@@ -635,7 +702,10 @@ def stack_tensors(
 
 
 def reinitialise_(
-    network: nn.Module, names: Collection[str], initialise: Initialise | None, seed: int
+    network: nn.Module,
+    names: Collection[str],
+    initialise: Initialise | None,
+    seed: int,
 ) -> None:
     """Draw new parameters for some modules and everything inside them, children first."""
     devices = {p.device for p in network.parameters() if p.device.type == "cuda"}
@@ -665,6 +735,14 @@ def reinitialise_(
 # Small helpers
 
 
+def is_selection(sites: Sites, pre: Laws, post: Laws) -> bool:
+    """Return whether the user named the layers in which members differ."""
+    if not isinstance(sites, str) or sites not in ("hidden", "all"):
+        return True
+    is_own_only = pre is None and post is None
+    return is_own_only or isinstance(pre, Mapping) or isinstance(post, Mapping)
+
+
 def check_module(reference: Any) -> None:
     """Raise if a reference cannot be embedded."""
     if not isinstance(reference, nn.Module):
@@ -680,6 +758,18 @@ def check_module(reference: Any) -> None:
             )
         if isinstance(module, EmbeddedEnsemble):
             raise TypeError("the reference is, or contains, an ensemble. Pass a plain network.")
+    for name, argument in inspect.signature(reference.forward).parameters.items():
+        if name in ("batch", "chunk") and argument.kind is argument.KEYWORD_ONLY:
+            raise ValueError(
+                f"the forward of the reference has a keyword-only argument {name!r}, a name that "
+                "calls of the ensemble use. Rename it, or let it be passed by position."
+            )
+    has_hooks = any(vars(module)[table] for module in reference.modules() for table in HOOKS)
+    is_replaced = any("forward" in vars(module) for module in reference.modules())
+    if has_hooks or is_replaced or has_user_code(reference):
+        from embens.graph.captures import check_captures
+
+        check_captures(reference)
     for name, parameter in reference.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(
@@ -737,7 +827,11 @@ def _flags_by_side(trainable: Trainable) -> dict[str, Any]:
 
 
 def _spread(
-    value: Any, names: list[str], label: str, expected: str, types: tuple[type, ...]
+    value: Any,
+    names: list[str],
+    label: str,
+    expected: str,
+    types: tuple[type, ...],
 ) -> dict[str, Any]:
     """Spread one value, or a mapping from names and wildcards to values, over sites."""
     if not isinstance(value, Mapping):

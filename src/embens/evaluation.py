@@ -19,7 +19,7 @@ from torch import Tensor
 
 from embens import checks, metrics, mixtures, sources
 from embens.optim import logits_of
-from embens.prediction import Prediction, Task, check_gaussian, floating_dtype, run_batches
+from embens.prediction import HINTS, Prediction, Task, check_gaussian, floating_dtype, run_batches
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TASKS = (None, "classification", "regression", "gaussian")
 
 
-@checks.suggest()
+@checks.suggest(HINTS)
 def evaluate(
     ensemble: EmbeddedEnsemble,
     data: Any,
@@ -43,8 +43,8 @@ def evaluate(
     Args:
         ensemble: the ensemble; it runs in evaluation mode, and its mode is restored afterwards.
         data: tensors or arrays ``(inputs, target)``, a data set or a loader; several inputs:
-            ``((x, z), target)``.
-        batch_size: samples per batch; a loader determines its own.
+            ``((x, z), target)``. Sample weights, as in ``(x, target, weight)``, are ignored.
+        batch_size: samples per batch; a loader has a fixed one.
         members: number of masks to draw, if they are resampled, as for :func:`embens.predict`.
         task: "classification", "regression" or "gaussian", as for :func:`embens.predict`. None:
             classification for integer targets, regression for floating ones.
@@ -84,7 +84,7 @@ def evaluate(
     """
     checks.check_choice("task", task, TASKS)
     checks.check_whole("batch_size", batch_size)
-    outputs, target = _run(ensemble, data, batch_size, members, generator)
+    outputs, target = run_labelled(ensemble, data, batch_size, members=members, generator=generator)
     if task is None:
         task = "regression" if target.is_floating_point() else "classification"
     if task == "classification":
@@ -137,7 +137,7 @@ def regression_scores(
         (2.1213, 0.5)
     """
     mean = prediction.mean
-    target = _match_shape(target, mean).to(mean.device)
+    target = match_shape(target, mean).to(mean.device)
     means, stds = prediction.components
     means, stds, target = means.double(), stds.double(), target.double()
     low, high = prediction.interval(level)
@@ -151,19 +151,35 @@ def regression_scores(
     return {name: float(value) for name, value in scores.items()}
 
 
-def _run(
+def run_labelled(
     ensemble: EmbeddedEnsemble,
     data: Any,
-    batch_size: int,
-    members: int | None,
-    generator: torch.Generator | None,
+    batch_size: int = 1024,
+    *,
+    members: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs ``(member, batch, …)`` and the targets of all batches."""
+    """Return the outputs and the targets of labelled data.
+
+    Args:
+        ensemble: the ensemble.
+        data: labelled data, as for :func:`evaluate`.
+        batch_size: samples per batch.
+        members: number of masks to draw, if they are resampled.
+        generator: draws masks.
+
+    Returns:
+        Outputs ``(member, batch, …)`` and targets ``(batch, …)``.
+
+    Raises:
+        TypeError: if the network has several outputs, or the data have no targets.
+    """
     targets: list[Tensor] = []
 
     def inputs() -> Iterator[Any]:
         dtype = floating_dtype(ensemble)
-        for batch_inputs, target in sources.labelled_batches(data, batch_size, dtype):
+        counts = sources.count_inputs(ensemble.reference.forward)
+        for batch_inputs, target in sources.labelled_batches(data, batch_size, dtype, counts):
             targets.append(target)
             yield batch_inputs
 
@@ -178,8 +194,12 @@ def _run(
     return outputs, torch.cat(targets)
 
 
-def _match_shape(target: Tensor, mean: Tensor) -> Tensor:
-    """Reshape the target to the shape of the mean if they differ in axes of length 1 only."""
+def match_shape(target: Tensor, mean: Tensor) -> Tensor:
+    """Reshape the target to the shape of the mean if they differ in axes of length 1 only.
+
+    Raises:
+        ValueError: if they differ in other axes.
+    """
     target_sizes = [size for size in target.shape[1:] if size != 1]
     mean_sizes = [size for size in mean.shape[1:] if size != 1]
     if len(target) != len(mean) or target_sizes != mean_sizes:

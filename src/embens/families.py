@@ -1,7 +1,7 @@
 """The named families of embedded ensembles.
 
-Each function chooses laws, sites and what is trained, and calls the parts of :mod:`embens.embed`.
-In every family the reference is copied, never changed.
+Each function sets laws, sites and trained parameters, and calls :mod:`embens.embed`. The reference
+is copied, never changed.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from embens import laws
 from embens.checks import check_choice, check_members
@@ -25,10 +26,13 @@ from embens.embed import (
 )
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.laws import Law
-from embens.sites import EnsembleSpec, LowRankSite, PerMember
+from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site
 
 NEAR = 0.9
 """Overlap of members near a trained network at the start of :func:`adapt`."""
+
+DEFAULT_RANK = 4
+"""Rank of the matrices of low-rank members."""
 
 
 def batch_ensemble(
@@ -47,8 +51,8 @@ def batch_ensemble(
     Args:
         reference: any module.
         members: number of members.
-        p: mean of the modulations, whose second moment is 1. With 0 members are independent at
-            initialisation, with 1 they are equal.
+        p: mean of the modulations; their second moment is 1. At initialisation members are
+            independent for 0 and equal for 1.
         law: a class of laws with one parameter: ``laws.Shifted``, the paper's N(p, 1 − p²), or
             ``laws.Signs``.
         sites: see :func:`embens.embed`.
@@ -187,7 +191,7 @@ def last_layer_dropout(
         law: distribution of the masks; None: ``laws.Bernoulli(0.9)``. The paper's experiments use
             ``laws.Normal()``.
         example_input: see :func:`embens.embed`.
-        trainable: whether the masks are trained.
+        trainable: train the masks.
         generator: see :func:`embens.embed`.
 
     Returns:
@@ -225,7 +229,7 @@ def low_rank(
     example_input: Any = None,
     generator: torch.Generator | None = None,
 ) -> EmbeddedEnsemble:
-    r"""Embed members whose weights differ by matrices of low rank; biases are shared.
+    r"""Embed members with weights that differ by matrices of low rank; biases are shared.
 
     Args:
         reference: any module.
@@ -258,18 +262,32 @@ def low_rank(
         scale = 0.5 if kind == "multiplicative" else 0.0
     if not math.isfinite(scale) or scale < 0:
         raise ValueError(f"scale must be finite and not negative, got {scale}.")
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-        raise ValueError(f"rank must be a positive integer, got {rank!r}.")
     separate_layers = source.choose_per_member(own)
-    template = LowRankSite("", 4 if rank is None else rank, kind, scale)
-    chosen = source.choose_low_rank(sites, template, separate_layers, shrink=rank is None)
+    template = LowRankSite("", _check_rank(rank), kind, scale)
+    low_rank_sites = source.choose_low_rank(
+        sites,
+        template,
+        separate_layers,
+        shrink=rank is None,
+    )
     spec = source.make_spec(
         "low_rank",
-        low_rank=chosen,
+        low_rank=low_rank_sites,
         separate_layers=separate_layers,
         frozen=shared == "frozen",
     )
+    if sites in ("hidden", "all"):
+        source.warn_about_equal_weights((), low_rank_sites, separate_layers)
     return build(reference, spec, generator=generator, flow=source.flow)
+
+
+def _check_rank(rank: int | None) -> int:
+    if rank is None:
+        return DEFAULT_RANK
+    is_integer = isinstance(rank, int) and not isinstance(rank, bool)
+    if not is_integer or rank < 1:
+        raise ValueError(f"rank must be a positive integer, got {rank!r}.")
+    return rank
 
 
 def independent(
@@ -286,12 +304,15 @@ def independent(
     Args:
         reference: any module.
         members: number of members.
-        initialise: called with every module that has parameters of its own, to reinitialise them in
-            place; None: the module's ``reset_parameters``.
+        initialise: called with every module that holds parameters, to reinitialise them in place;
+            None: the module's ``reset_parameters``.
         generator: random generator of the weights.
 
     Returns:
         The ensemble.
+
+    Raises:
+        ValueError: if the reference has no parameters, or a parametrized layer.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -305,10 +326,21 @@ def independent(
         raise ValueError("the reference has no parameters, so its members could not differ.")
     per_member = []
     for name, module in reference.named_modules():
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"{name or 'the reference'!r} is parametrized, so members cannot have separate "
+                "copies. Remove the parametrization with "
+                "torch.nn.utils.parametrize.remove_parametrizations."
+            )
         tensors = tensor_names(module)
         if tensors:
             per_member.append(PerMember(name, tensors, drawn=True))
-    spec = EnsembleSpec("independent", members, per_member=tuple(per_member), separate=True)
+    spec = EnsembleSpec(
+        "independent",
+        members,
+        per_member=tuple(per_member),
+        separate=True,
+    )
     return build(reference, spec, initialise, generator)
 
 
@@ -324,8 +356,8 @@ def adapt(
 ) -> EmbeddedEnsemble:
     r"""Embed an ensemble into a trained network, to fine-tune it; members begin near the network.
 
-    The centred laws of :func:`embens.embed` and :func:`batch_ensemble` destroy what a network has
-    learned. They are for training from scratch.
+    The centred laws of :func:`embens.embed` and :func:`batch_ensemble` are for training from
+    scratch. They destroy the features of a trained network.
 
     Args:
         reference: a trained network.
@@ -359,18 +391,16 @@ def adapt(
             f"by='head' with head={head!r} makes all members equal. Use head='drawn', or "
             "by='modulations' or 'low_rank'."
         )
-    separate_layers = source.choose_per_member("last") if head != "shared" else ()
+    separate_layers: tuple[str, ...] = ()
+    if head != "shared":
+        separate_layers = source.choose_per_member("last")
     low_rank_sites: tuple[LowRankSite, ...] = ()
-    sites = ()
+    sites: tuple[Site, ...] = ()
     if by == "low_rank":
-        template = LowRankSite("", 4, "additive")
+        template = LowRankSite("", DEFAULT_RANK, "additive")
         low_rank_sites = source.choose_low_rank("all", template, separate_layers, shrink=True)
     elif by == "modulations":
-        one = laws.Normal(1.0)
-        sites = source.choose_sites(one, one, "hidden", separate_layers=separate_layers)
-        inputs = max(1, sum(site.kind == "post" for site in sites))
-        near_one = laws.Normal(1.0, math.sqrt(NEAR ** (-1 / inputs) - 1))
-        sites = tuple(replace(site, law=near_one) for site in sites)
+        sites = _sites_near_one(source, separate_layers)
     spec = source.make_spec(
         "adapt",
         sites,
@@ -380,4 +410,15 @@ def adapt(
         frozen=trunk == "frozen",
         pretrained=True,
     )
+    if by != "head":
+        source.warn_about_equal_weights(sites, low_rank_sites, separate_layers)
     return build(reference, spec, generator=generator, flow=source.flow)
+
+
+def _sites_near_one(source: Source, separate_layers: tuple[str, ...]) -> tuple[Site, ...]:
+    """Return the hidden sites, with a law that gives members the overlap ``NEAR``."""
+    one = laws.Normal(1.0)
+    sites = source.choose_sites(one, one, "hidden", separate_layers=separate_layers)
+    inputs = max(1, sum(site.kind == "post" for site in sites))
+    near_one = laws.Normal(1.0, math.sqrt(NEAR ** (-1 / inputs) - 1))
+    return tuple(replace(site, law=near_one) for site in sites)

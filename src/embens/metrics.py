@@ -174,7 +174,8 @@ def correctness_correlation(outputs: Outputs, target: Target) -> Float[Tensor, "
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return outputs.new_tensor(torch.nan)
     # The diagonal of the correlation matrix consists of ones.
-    return (torch.corrcoef(correct).sum() - members) / (members * (members - 1))
+    pair_sum = torch.corrcoef(correct).sum() - members
+    return pair_sum / (members * (members - 1))
 
 
 def disagreement(outputs: Outputs, target: Ignored = None) -> Float[Tensor, ""]:
@@ -241,11 +242,16 @@ def reliability(outputs: Outputs, target: Target, *, bins: int = 15) -> Reliabil
     """
     confidence, correct, membership = _assign_bins(outputs, target, bins)
     samples = membership.sum(0)
-    return Reliability(confidence @ membership / samples, correct @ membership / samples, samples)
+    mean_confidence = confidence @ membership / samples
+    accuracy = correct @ membership / samples
+    return Reliability(mean_confidence, accuracy, samples)
 
 
 def expected_calibration_error(
-    outputs: Outputs, target: Target, *, bins: int = 15
+    outputs: Outputs,
+    target: Target,
+    *,
+    bins: int = 15,
 ) -> Float[Tensor, ""]:
     r"""Expected calibration error, the weighted gap between confidence and accuracy.
 
@@ -387,7 +393,8 @@ def ood_auroc(
     # The first count excludes ties and the second includes them, so that a tie counts one half.
     below = int(torch.searchsorted(inside, outside, right=False).sum())
     below_or_equal = int(torch.searchsorted(inside, outside, right=True).sum())
-    return outputs.new_tensor((below + below_or_equal) / (2 * len(inside) * len(outside)))
+    pairs = len(inside) * len(outside)
+    return outputs.new_tensor((below + below_or_equal) / (2 * pairs))
 
 
 def _join_ood_samples(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -396,13 +403,13 @@ def _join_ood_samples(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError(f"target must be a tensor, got {type(target).__name__}.")
     members, batch, classes = outputs.shape
     if target.is_floating_point():
-        other = _check_outputs(target)
-        if other.shape[0] != members or other.shape[2] != classes:
+        ood_outputs = _check_outputs(target)
+        if ood_outputs.shape[0] != members or ood_outputs.shape[2] != classes:
             raise ValueError(
                 f"target must be logits ({members}, other, {classes}) like outputs, got shape "
-                f"{tuple(other.shape)}."
+                f"{tuple(ood_outputs.shape)}."
             )
-        outputs = torch.cat([outputs, other.to(outputs.device)], 1)
+        outputs = torch.cat([outputs, ood_outputs.to(outputs.device)], 1)
         target = torch.arange(outputs.shape[1]) >= batch
     values = target.unique().tolist()
     if target.shape != (outputs.shape[1],) or values != [0, 1]:
@@ -466,7 +473,12 @@ def _check(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if not isinstance(target, Tensor):
         kind = type(target).__name__
         raise TypeError(f"{expected}, got {kind}. Convert with torch.as_tensor.")
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+    if target.is_floating_point() or target.is_complex():
+        raise TypeError(
+            f"{expected}, got {target.dtype}. For values (regression) use embens.evaluate, for "
+            "rows of probabilities their argmax."
+        )
+    if target.dtype == torch.bool:
         raise TypeError(f"{expected}, got {target.dtype}. Convert with target.long().")
     if target.shape != (batch,):
         raise ValueError(
@@ -474,7 +486,8 @@ def _check(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             "one-hot rows."
         )
     target = target.to(device=outputs.device, dtype=torch.int64)
-    smallest, largest = int(target.min()), int(target.max())
+    smallest = int(target.min())
+    largest = int(target.max())
     if smallest < 0 or largest >= classes:
         raise ValueError(f"{expected}, got indices from {smallest} to {largest}.")
     return outputs, target

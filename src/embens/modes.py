@@ -34,9 +34,9 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """Mark a function whose result torch.compile takes as a constant.
+    """Mark a function with a result that torch.compile takes as a constant.
 
-    This is what ``torch.compiler.assume_constant_result`` does, without importing the compiler,
+    It does the same as ``torch.compiler.assume_constant_result`` without importing the compiler,
     which takes longer than importing torch.
 
     Args:

@@ -1,4 +1,4 @@
-r"""Reference networks whose layers know their initialisation.
+r"""Reference networks with layers that know their initialisation.
 
 The infinite-width limit of a network depends on the distribution of its weights. The layers here
 store it as ``weight_std`` (:math:`\sigma_w`), ``bias_std`` (:math:`\sigma_b`) and
@@ -94,7 +94,9 @@ class Parametrized(nn.Module):
             _resample_(self.bias, bias_std, generator)
 
     def effective_parameters(
-        self, weight: Tensor | None = None, bias: Tensor | None = None
+        self,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weight and bias of a plain torch layer with the same outputs.
 
@@ -298,16 +300,11 @@ def cnn(
         >>> net(torch.zeros(5, 3, 32, 32)).shape
         torch.Size([5, 10])
     """
-    if not channels:
-        raise ValueError(
-            "channels must contain one number per convolution, got none. Try (64, 128)."
-        )
-    for count in channels:
-        check_whole("channels", count)
+    _check_channels(channels)
+    check_number("width", width, "a positive factor of the channels", lambda width: width > 0)
     check_whole("inputs", inputs)
     check_whole("outputs", outputs)
     check_whole("image", image)
-    check_number("width", width, "a positive factor of the channels", lambda width: width > 0)
     check_choice("pool", pool, ("average", "max"))
     check_choice("readout", readout, ("mean", "flatten"))
 
@@ -320,7 +317,7 @@ def cnn(
     fan_in = inputs
     for count in channels:
         if modules:
-            modules.append(nn.AvgPool2d(2) if pool == "average" else nn.MaxPool2d(2))
+            modules.append(_make_pooling(pool))
         fan_out = max(1, round(width * count))
         modules.append(Conv2d(fan_in, fan_out, 3, padding=1, **distribution))
         modules.append(make_activation(activation, activation_slope))
@@ -334,6 +331,21 @@ def cnn(
     modules.append(nn.Flatten())
     modules.append(Linear(features, outputs, **distribution))
     return nn.Sequential(*modules)
+
+
+def _check_channels(channels: Sequence[int]) -> None:
+    if not channels:
+        raise ValueError(
+            "channels must contain one number per convolution, got none. Try (64, 128)."
+        )
+    for count in channels:
+        check_whole("channels", count)
+
+
+def _make_pooling(pool: str) -> nn.Module:
+    if pool == "average":
+        return nn.AvgPool2d(2)
+    return nn.MaxPool2d(2)
 
 
 def make_activation(activation: str | nn.Module, slope: float = DEFAULT_SLOPE) -> nn.Module:
@@ -379,6 +391,9 @@ def _pixels_after_pooling(image: int, poolings: int) -> int:
 
 def _resample_(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
     values = Normal(0.0, std).sample(
-        parameter.shape, generator, dtype=parameter.dtype, device=parameter.device
+        parameter.shape,
+        generator,
+        dtype=parameter.dtype,
+        device=parameter.device,
     )
     parameter.copy_(values)

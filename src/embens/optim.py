@@ -38,9 +38,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens.checks import check_choice, find_gaps, name_rows
+from embens.checks import check_choice, find_gaps, name_rows, warn
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -55,6 +56,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 BATCH_KINDS = ("same", "own", "split")
 LOSSES_OF = ("members", "mean", "moments")
 IGNORED = -100  # the label that cross-entropy leaves out, as in torch
+RATIO_TOLERANCE = 0.1  # relative change of the ratio of two learning rates that is not reported
 FEW_CLASSES = 32  # up to here a softmax over the last but one axis is faster than over the last
 
 
@@ -83,7 +85,7 @@ def objective(
             all members and returns ``(member, batch, …)``.
         batch: how the ensemble was called. For "own" the target has the members first as well; for
             "split" member a's loss is the mean over its rows a, a + M, ….
-        of: "members": every member has its own loss; "mean": the loss of the mean output takes the
+        of: "members": one loss per member; "mean": the loss of the mean output takes the
             place of every member's; "moments": so does the loss of one normal distribution with the
             mean and variance of the members' mixture, for means and log-variances
             (:func:`gaussian_nll`; Lakshminarayanan et al. 2017).
@@ -99,8 +101,8 @@ def objective(
     """
     options = {"batch": batch, "of": of, "members": members}
     is_plain = criterion is None and batch == "same" and of == "members"
-    if is_plain and _has_labels(outputs, target) and members in (None, len(outputs)):
-        loss = _total_cross_entropy(outputs, target)
+    if is_plain and has_labels(outputs, target) and members in (None, len(outputs)):
+        loss = total_cross_entropy(outputs, target)
     else:
         loss = member_losses(outputs, target, criterion, **options).sum()
     if loss.device.type != "cpu" or torch.compiler.is_compiling():
@@ -117,7 +119,7 @@ def objective(
     return member_losses(outputs, target, criterion, **options).sum()
 
 
-def _has_labels(outputs: Any, target: Any) -> bool:
+def has_labels(outputs: Any, target: Any) -> bool:
     """Return whether outputs and target are tensors on the CPU, with integer targets."""
     are_tensors = isinstance(outputs, Tensor) and isinstance(target, Tensor)
     return are_tensors and target.dtype == torch.long and outputs.device.type == "cpu"
@@ -365,7 +367,7 @@ def _aligned(criterion: Any, outputs: Any, target: Any) -> Any:
     return target
 
 
-def _total_cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
+def total_cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
     """Return the sum of the members' cross-entropies.
 
     One reduction over all rows is faster than one per member. It is not finite if every label is
@@ -512,7 +514,7 @@ def _tenth_step(optimizer: MakeOptimizer, scale: float, decay: float = 0.0) -> T
         except TypeError as error:
             raise TypeError(
                 f"{type(trial).__name__} cannot take plain steps ({error}). Optimizers that need a "
-                "closure are for a loop of your own."
+                "closure need a hand-written training loop."
             ) from None
     return parameter.detach() - before
 
@@ -545,7 +547,9 @@ def parameter_groups(
     """Return parameter groups; see :meth:`embens.EmbeddedEnsemble.parameter_groups`.
 
     Every group has its factor of the learning rate as ``gamma_factor``, for code that sets rates.
+    A step with rates that have lost gamma is refused (:func:`check_rates`).
     """
+    _watch_optimizers()
     if modulation_lr is None:
         modulation_lr = lr
     for name, rate in (("lr", lr), ("modulation_lr", modulation_lr)):
@@ -569,6 +573,8 @@ def parameter_groups(
                 "lr": lr * rate_factor,
                 "weight_decay": weight_decay * decay_factor,
                 "gamma_factor": rate_factor,
+                "planned_lr": float(lr * rate_factor),
+                "full_lr": float(lr),
             }
         )
     if modulations:
@@ -578,10 +584,80 @@ def parameter_groups(
                 "lr": modulation_lr,
                 "weight_decay": modulation_weight_decay,
                 "gamma_factor": 1.0,
+                "planned_lr": float(modulation_lr),
             }
         )
     if per_member:
         groups.append(
-            {"params": per_member, "lr": lr, "weight_decay": weight_decay, "gamma_factor": 1.0}
+            {
+                "params": per_member,
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "gamma_factor": 1.0,
+                "planned_lr": float(lr),
+            }
         )
     return groups
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Check the rates at every step of every optimizer, once groups with a gamma exist."""
+    register_optimizer_step_pre_hook(check_rates)
+
+
+def check_rates(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    """Raise ValueError if the learning rates of an optimizer have lost gamma.
+
+    A scheduler that multiplies keeps the ratio of the groups' rates. Code that sets one rate for
+    all groups, such as ``OneCycleLR(optimizer, max_lr=0.1)``, removes gamma. A ratio that changes
+    gradually, as with ``CosineAnnealingLR(eta_min=…)``, is reported once in a warning.
+
+    Args:
+        optimizer: any optimizer; groups that :func:`parameter_groups` did not make are ignored.
+        args: of its step, not used.
+        kwargs: of its step, not used.
+    """
+    if torch.compiler.is_compiling():
+        return
+    shared: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu":
+            return  # reading it would wait for the device, which a CUDA graph forbids
+        if "full_lr" in group:
+            shared = group
+            is_overwritten = group["planned_lr"] != group["full_lr"] == group.get("max_lr")
+            if is_overwritten:
+                raise _lost_gamma(group["full_lr"], group)
+        elif shared and "planned_lr" in group:
+            _compare_rates(shared, group)
+
+
+def _compare_rates(shared: dict[str, Any], group: dict[str, Any]) -> None:
+    """Compare the ratio of two rates with that of the plan and that of gamma."""
+    if shared.get("has_drifted"):
+        return
+    for key in ("planned_lr", "gamma_factor"):
+        # Products instead of ratios, as rates may be 0.
+        actual, expected = shared["lr"] * group[key], group["lr"] * shared[key]
+        if abs(actual - expected) <= RATIO_TOLERANCE * expected:
+            return
+    if shared["lr"] == group["lr"]:
+        raise _lost_gamma(shared["lr"], shared)
+    shared["has_drifted"] = True
+    warn(
+        f"the learning rates are {float(shared['lr']):g} for shared parameters and "
+        f"{float(group['lr']):g} for others, not in the ratio of the plan "
+        f"({float(shared['planned_lr']):g} and {float(group['planned_lr']):g}), so gamma changes. "
+        "Use a scheduler that multiplies (eta_min=0), or rates per group that are multiples of "
+        "group['gamma_factor']."
+    )
+
+
+def _lost_gamma(rate: Any, group: dict[str, Any]) -> ValueError:
+    return ValueError(
+        f"the learning rate of the shared parameters is set to {float(rate):g} without gamma "
+        f"(factor {group['gamma_factor']:.4g}): a scheduler or a loop overwrites group['lr'] of "
+        "all groups. Set rates per group, as in OneCycleLR(optimizer, "
+        "max_lr=[lr * group['gamma_factor'] for group in optimizer.param_groups], …)."
+    )

@@ -13,13 +13,14 @@ predicts the mean :math:`\mu_a` and the variance :math:`\sigma_a^2`, the mixture
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from embens import checks, metrics, mixtures, sources, uncertainty
 from embens.modes import evaluating
@@ -32,21 +33,33 @@ if TYPE_CHECKING:
 
     from embens.ensemble import EmbeddedEnsemble
 
+HINTS = {
+    "device": ". Move the ensemble, and the batches follow it: ensemble.to(device).",
+    "n_samples": "; it is called 'members'.",
+    "samples": "; it is called 'members'.",
+}
+"""What follows "predict has no argument 'name'"."""
+
 Score = Callable[[Tensor], Tensor]  # from outputs of all members to an uncertainty per row
 Task = Literal["classification", "regression", "gaussian"]
 
 
-@dataclass(frozen=True)
+# Not frozen: Lightning moves the fields of a prediction to another device by setting them.
+@dataclass(eq=False, repr=False)
 class Prediction:
     """Outputs of all members, and the quantities that follow from them.
 
     If the network returns a tuple or a dict, ``members`` has the same structure, and
-    ``prediction[key]`` is the prediction of one output. For outputs with ``logits``, as in
-    transformers, the properties refer to the logits.
+    ``prediction[key]`` is the prediction of one output. If a dict has ``logits``, as the outputs of
+    transformers, ``members`` are the logits.
+
+    ``DataLoader`` collates predictions by concatenating their rows; ``torch.save`` and
+    ``torch.load`` keep them.
 
     Attributes:
         members: outputs ``(member, batch, *output)``.
         task: the meaning of the outputs, see :func:`predict`.
+        outputs: all outputs of a network that returns ``logits`` among others; otherwise None.
 
     Example:
         >>> prediction = Prediction(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]))
@@ -56,13 +69,22 @@ class Prediction:
 
     members: Float[Tensor, "member batch *output"]
     task: Task = "classification"
+    outputs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        outputs: Any = self.members
+        logits = logits_of(outputs)
+        if logits is not outputs:
+            self.outputs = dict(outputs)
+            self.members = logits
 
     def __getitem__(self, key: Any) -> Prediction:
-        if isinstance(self.members, Tensor):
+        outputs = self.members if self.outputs is None else self.outputs
+        if isinstance(outputs, Tensor):
             raise TypeError(
                 "The network has a single output. Index .members, .mean or .probabilities instead."
             )
-        return Prediction(self.members[key], self.task)
+        return Prediction(outputs[key], self.task)
 
     def __repr__(self) -> str:
         def shape(leaf: Any) -> Any:
@@ -133,9 +155,9 @@ class Prediction:
     def components(self) -> tuple[Tensor, Tensor]:
         """Means and standard deviations of the predictive mixture of normals, ``(component, …)``.
 
-        With ``task="gaussian"`` there is one component per member. Point predictions have no
-        distribution of their own; there the single component has the mean and the standard
-        deviation of the ensemble.
+        With ``task="gaussian"`` there is one component per member. Point predictions are not
+        distributions; there the single component has the mean and the standard deviation of the
+        ensemble.
         """
         if self.task == "gaussian":
             outputs = self._outputs("components", "gaussian")
@@ -304,27 +326,92 @@ class Prediction:
         threshold = -uncertainty.conformal_quantile(-true_class, coverage)
         return uncertainty.ConformalSets(self.probabilities >= threshold, coverage, threshold)
 
-    def plot_reliability(self, target: Tensor, path: uncertainty.File) -> None:
-        """Plot accuracy against confidence; a calibrated ensemble is on the diagonal.
+    def conformal_intervals(
+        self, held_out: Prediction, target: Float[Tensor, " row"], coverage: float = 0.9
+    ) -> uncertainty.ConformalIntervals:
+        """Return intervals that contain the true value with a given probability.
+
+        The central prediction interval of each row is widened, or narrowed, by one margin for all
+        rows, such that the guarantee holds for any network (conformalised quantile regression,
+        Romano et al., 2019).
+
+        Args:
+            held_out: prediction for rows that were not used in training.
+            target: values of the held-out rows.
+            coverage: the probability, between 0 and 1.
+
+        Returns:
+            The intervals of all rows.
+
+        Example:
+            >>> held_out = Prediction(torch.zeros(2, 19), "regression")
+            >>> intervals = Prediction(torch.ones(2, 1), "regression").conformal_intervals(
+            ...     held_out, torch.arange(-9.0, 10.0), coverage=0.5
+            ... )
+            >>> intervals.low, intervals.high
+            (tensor([-4.]), tensor([6.]))
+        """
+        if self.mean.numel() != len(self.mean):
+            raise ValueError(
+                "conformal_intervals needs one value per row, got a mean of shape "
+                f"{tuple(self.mean.shape)}. Use conformal_sets for classes; select one of several "
+                "values: Prediction(prediction.members[..., k], prediction.task)."
+            )
+        self._check_like(held_out)
+        values = torch.as_tensor(target).to(held_out.mean)
+        if values.numel() != held_out.mean.numel():
+            raise ValueError(
+                f"target must have {held_out.mean.numel()} values, one for each held-out row, got "
+                f"shape {tuple(values.shape)}."
+            )
+        values = values.reshape(held_out.mean.shape)
+        low, high = held_out.interval(coverage)
+        scores = torch.maximum(low - values, values - high)
+        margin = uncertainty.conformal_quantile(scores.flatten(), coverage)
+        low, high = self.interval(coverage)
+        return uncertainty.ConformalIntervals(low - margin, high + margin, coverage, margin)
+
+    def plot_reliability(
+        self, target: Tensor, path: uncertainty.File, *, before: Prediction | None = None
+    ) -> None:
+        """Plot accuracy against confidence, and the number of samples at each confidence.
+
+        A calibrated ensemble is on the diagonal.
 
         Args:
             target: class indices ``(batch,)``.
             path: file to write.
+            before: prediction for the same samples to compare with, for example before
+                :meth:`tempered`.
         """
-        outputs = self._outputs("plot_reliability", "classification")
-        diagram = metrics.reliability(outputs, target)
-        error = metrics.expected_calibration_error(outputs, target)
-        title = f"expected calibration error {error:.3f}"
+        curves = {"this prediction": self}
+        if before is not None:
+            curves = {"before": before, "after": self}
         labels = {"xlabel": "confidence", "ylabel": "accuracy", "xlim": (0, 1), "ylim": (0, 1)}
-        with uncertainty.picture(path, title=title, **labels) as axes:
+        with uncertainty.picture(path, title="Reliability (bars: samples)", **labels) as axes:
+            count_axes = axes.twinx()
+            count_axes.set_ylabel("samples in a bin")
+            # Curves are drawn above the bars.
+            axes.set_zorder(count_axes.get_zorder() + 1)
+            axes.patch.set_visible(False)
             axes.plot([0, 1], [0, 1], "k:")
-            axes.plot(diagram.confidence.tolist(), diagram.accuracy.tolist(), "o-")
+            for row, (name, prediction) in enumerate(curves.items()):
+                outputs = prediction._outputs("plot_reliability", "classification")
+                diagram = metrics.reliability(outputs, target, bins=10)
+                error = metrics.expected_calibration_error(outputs, target)
+                label = f"{name}: calibration error {error:.3f}"
+                confidence, accuracy = diagram.confidence.tolist(), diagram.accuracy.tolist()
+                axes.plot(confidence, accuracy, "o-", color=f"C{row}", label=label)
+                width = 0.09 / len(curves)
+                edges = [k / 10 + 0.005 + width * row for k in range(10)]
+                bars = {"align": "edge", "color": f"C{row}", "alpha": 0.25}
+                count_axes.bar(edges, diagram.samples.tolist(), width, **bars)
 
     # --- Checks
 
     def _outputs(self, name: str, *tasks: Task) -> Tensor:
         """Return the outputs for a quantity that is defined for these tasks."""
-        outputs = logits_of(self.members)
+        outputs = self.members
         if not isinstance(outputs, Tensor):
             kind = type(self.members).__name__
             raise TypeError(
@@ -383,7 +470,43 @@ class Prediction:
         return target.to(self.mean.device)
 
 
-@checks.suggest()
+def collate_predictions(
+    batch: Sequence[Prediction], *, collate_fn_map: Mapping[Any, Any] | None = None
+) -> Prediction:
+    """Concatenate the rows of predictions; ``DataLoader`` calls this.
+
+    Args:
+        batch: predictions with the same members and task.
+        collate_fn_map: not used.
+
+    Raises:
+        ValueError: if the tasks differ.
+
+    Example:
+        >>> parts = [Prediction(torch.zeros(4, 2, 3)), Prediction(torch.zeros(4, 1, 3))]
+        >>> torch.utils.data.default_collate(parts).members.shape
+        torch.Size([4, 3, 3])
+    """
+    tasks = {prediction.task for prediction in batch}
+    if len(tasks) > 1:
+        raise ValueError(f"predictions of one batch must have the same task, got {sorted(tasks)}.")
+
+    def concatenate(values: list[Any]) -> Any:
+        return gather(values, lambda tensors: torch.cat(tensors, 1))
+
+    outputs = None
+    if batch[0].outputs is not None:
+        outputs = concatenate([prediction.outputs for prediction in batch])
+    members = concatenate([prediction.members for prediction in batch])
+    return Prediction(members, batch[0].task, outputs)
+
+
+# How torch learns to collate and to load another class.
+default_collate_fn_map[Prediction] = collate_predictions
+torch.serialization.add_safe_globals([Prediction])
+
+
+@checks.suggest(HINTS)
 def predict(
     ensemble: EmbeddedEnsemble,
     x: Any,
@@ -402,7 +525,7 @@ def predict(
             an item is the target, unless it is the only one). Batches are moved to the device of
             the ensemble, outputs back to the device of the inputs. Floating arrays are converted to
             the dtype of the ensemble.
-        batch_size: samples per batch; a loader determines its own.
+        batch_size: samples per batch; a loader has a fixed one.
         members: number of masks to draw, if the ensemble resamples its masks at each pass; one mask
             is used for all samples. None: the number of members of the ensemble.
         task: "classification" (outputs are logits), "regression" (point predictions) or "gaussian"
@@ -424,7 +547,8 @@ def predict(
     """
     checks.check_choice("task", task, get_args(Task))
     checks.check_whole("batch_size", batch_size)
-    batches = sources.input_batches(x, batch_size, floating_dtype(ensemble))
+    counts = sources.count_inputs(ensemble.reference.forward)
+    batches = sources.input_batches(x, batch_size, floating_dtype(ensemble), counts)
     outputs = run_batches(ensemble, batches, members=members, generator=generator)
     check_gaussian(outputs, task)
     return Prediction(outputs, task)

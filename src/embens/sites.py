@@ -12,7 +12,7 @@ An :class:`EnsembleSpec` is everything that the user asked for. It is small and 
 saved with the tensors. How an ensemble runs is derived from the reference and the spec.
 """
 
-import math
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
-from embens.laws import Law, from_dict
+from embens.laws import Law
 
 Side = Literal["pre", "post"]
 Channels = Callable[[Any], tuple[int | None, int | None]]
@@ -49,6 +49,7 @@ class Layer:
         groups: number of groups of a convolution.
         transposed: whether weights have the axes ``(in, out, …)`` instead of ``(out, in, …)``.
         rows: first and last row in packed weights of attention; None for whole tensors.
+        recurrent: those of the weights that multiply the hidden state instead of the input.
         mergeable: whether scaling weights and biases scales inputs and outputs. False for layers
             that compute their weight from the parameters; these are scaled by hooks.
     """
@@ -63,6 +64,7 @@ class Layer:
     groups: int = 1
     transposed: bool = False
     rows: tuple[int, int] | None = None
+    recurrent: tuple[str, ...] = ()
     mergeable: bool = True
 
     def channels(self, side: Side) -> int | None:
@@ -83,13 +85,21 @@ class Layer:
             return part
         return torch.cat([tensor[: self.rows[0]], part, tensor[self.rows[1] :]])
 
+    def matrix(self, module: nn.Module) -> Tensor:
+        """Return the weights of the layer side by side, the first axis against all others."""
+        if parametrize.is_parametrized(module):
+            # Evaluating a parametrization in training mode may change its buffers.
+            module = copy.deepcopy(module).eval()
+        parts = [self.part(getattr(module, name)).flatten(1) for name in self.weights]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
 
 @dataclass(frozen=True)
 class LayerKind:
     """How one class of layers holds its channels.
 
     Attributes:
-        channels: function of a layer that returns its numbers of input and output channels.
+        channels: function of a layer that returns its input and output channels.
         weight: order of the first two axes of its weight, "out in" or "in out"; "" if the layer is
             not linear in its weight.
     """
@@ -103,7 +113,7 @@ _KINDS: dict[type | str, LayerKind] = {
     _ConvTransposeNd: LayerKind(lambda layer: (layer.in_channels, layer.out_channels), "in out"),
     _ConvNd: LayerKind(lambda layer: (layer.in_channels, layer.out_channels), "out in"),
     nn.Embedding: LayerKind(lambda layer: (None, layer.embedding_dim), "in out"),
-    nn.RNNBase: LayerKind(lambda layer: (layer.input_size, None), "out in"),
+    nn.RNNBase: LayerKind(lambda layer: (layer.input_size, len(layer.weight_ih_l0)), "out in"),
     "transformers.pytorch_utils.Conv1D": LayerKind(
         lambda layer: tuple(layer.weight.shape), "in out"
     ),
@@ -118,7 +128,7 @@ def register_layer(kind: type | str, channels: Channels, *, weight: str = "") ->
 
     Args:
         kind: a module class, or its full name ``"package.module.Class"``.
-        channels: a function of a layer that returns its numbers of input and output channels, the
+        channels: a function of a layer that returns its input and output channels, the
             sizes of the last axes of its input and output.
         weight: the order of the axes of ``layer.weight``, ``"out in"`` or ``"in out"``, for layers
             whose output is linear in ``layer.weight`` and ``layer.bias``. Members then have plain
@@ -168,7 +178,8 @@ def find_layers(reference: nn.Module) -> dict[str, Layer]:
 
     Returns:
         A dictionary from names to layers. An attention contributes four layers, ``q_proj``,
-        ``k_proj``, ``v_proj`` and ``out_proj``.
+        ``k_proj``, ``v_proj`` and ``out_proj``. A recurrent module called ``core`` contributes one
+        layer for each level and direction: ``core``, ``core.l0_reverse``, ``core.l1``, ….
 
     Example:
         >>> layers = find_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
@@ -180,6 +191,9 @@ def find_layers(reference: nn.Module) -> dict[str, Layer]:
         if isinstance(module, nn.MultiheadAttention):
             for projection in _attention_layers(name, module):
                 layers[projection.name] = projection
+        elif isinstance(module, nn.RNNBase):
+            for level in _recurrent_layers(name, module):
+                layers[level.name] = level
         elif name not in layers and kind_of(module) is not None:
             layers[name] = _layer(name, module)
     return layers
@@ -189,11 +203,6 @@ def _layer(name: str, module: nn.Module) -> Layer:
     kind = kind_of(module)
     assert kind is not None
     inputs, outputs = kind.channels(module)
-    if isinstance(module, nn.RNNBase):
-        weights = ["weight_ih_l0"]
-        if module.bidirectional:
-            weights.append("weight_ih_l0_reverse")
-        return Layer(name, name, tuple(weights), (), inputs, None)
     biases = ()
     if getattr(module, "bias", None) is not None:
         biases = ("bias",)
@@ -246,6 +255,32 @@ def _attention_layers(name: str, module: nn.MultiheadAttention) -> list[Layer]:
     out_name = f"{name}.out_proj".lstrip(".")
     biases = () if module.out_proj.bias is None else ("bias",)
     layers.append(Layer(out_name, out_name, biases=biases, inputs=width, outputs=width))
+    return layers
+
+
+def _recurrent_layers(name: str, module: nn.RNNBase) -> list[Layer]:
+    """Return the levels and directions of an RNN, LSTM or GRU.
+
+    The output of such a layer are its gates before their activations, which ``pre`` multiplies with
+    both weights and both biases. ``post`` multiplies the input, not the hidden state.
+    """
+    suffixes = ["", "_reverse"] if module.bidirectional else [""]
+    layers = []
+    for level in range(module.num_layers):
+        for suffix in suffixes:
+            key = f"l{level}{suffix}"
+            gates, inputs = getattr(module, f"weight_ih_{key}").shape
+            layers.append(
+                Layer(
+                    name if key == "l0" else f"{name}.{key}".lstrip("."),
+                    name,
+                    weights=(f"weight_ih_{key}", f"weight_hh_{key}"),
+                    biases=(f"bias_ih_{key}", f"bias_hh_{key}") if module.bias else (),
+                    inputs=inputs,
+                    outputs=gates,
+                    recurrent=(f"weight_hh_{key}",),
+                )
+            )
     return layers
 
 
@@ -386,7 +421,7 @@ class EnsembleSpec:
         frozen: whether the shared parameters are not trained.
         pretrained: whether the members begin near a trained reference.
         separate: whether members share no parameter.
-        individual_head: whether every member has its own, separately drawn last layer.
+        individual_head: True if every member has a separately drawn last layer.
         sampled: number of members that the modulations were sampled for, which joint laws depend
             on. It is larger than ``members`` in a subset.
         chosen: indices of a subset's members in the original ensemble; empty for all members.
@@ -434,53 +469,10 @@ class EnsembleSpec:
         return replace(self, members=len(chosen), sampled=sampled, chosen=chosen)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the spec in a form that JSON can hold."""
+        """Return the spec in a form that JSON can hold; files are read by ``ensemble.header``."""
         data = asdict(self)
         data["sites"] = [{**asdict(site), "law": site.law.to_dict()} for site in self.sites]
         return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "EnsembleSpec":
-        """Return the spec that :meth:`to_dict` described.
-
-        Raises:
-            ValueError, TypeError, KeyError: if the data do not describe a spec.
-        """
-        values = dict(data)
-        values["sites"] = tuple(
-            _typed(Site, {**site, "law": from_dict(site["law"])}) for site in data["sites"]
-        )
-        values["low_rank"] = tuple(_typed(LowRankSite, site) for site in data["low_rank"])
-        values["per_member"] = tuple(
-            _typed(PerMember, {**item, "tensors": tuple(item["tensors"])})
-            for item in data["per_member"]
-        )
-        values["chosen"] = tuple(data["chosen"])
-        spec = _typed(cls, values)
-        spec.check()
-        return spec
-
-    def check(self) -> None:
-        """Raise ValueError for values that no ensemble can have."""
-        if self.members < 1:
-            raise ValueError(f"members must be a positive integer, got {self.members}.")
-        if self.chosen and len(self.chosen) != self.members:
-            raise ValueError(f"chosen must name {self.members} members, got {self.chosen}.")
-        for index in self.chosen:
-            if isinstance(index, bool) or not isinstance(index, int):
-                raise TypeError(f"chosen must be integers, got {index!r}.")
-            if not 0 <= index < self.sampled:
-                raise ValueError(f"chosen must be below {self.sampled}, got {index}.")
-        for site in self.sites:
-            if site.kind not in ("pre", "post"):
-                raise ValueError(f"the kind of a site must be 'pre' or 'post', got {site.kind!r}.")
-            if site.size < 1 or site.repeat < 1:
-                raise ValueError(f"the site {site.key!r} has size {site.size} × {site.repeat}.")
-        for low_rank in self.low_rank:
-            if low_rank.kind not in ("multiplicative", "additive"):
-                raise ValueError(f"unknown low-rank kind {low_rank.kind!r}.")
-            if low_rank.rank < 1 or not math.isfinite(low_rank.scale):
-                raise ValueError(f"the low-rank layer {low_rank.layer!r} has invalid values.")
 
     def check_reference(self, reference: nn.Module) -> None:
         """Raise ValueError if a reference lacks a layer of the spec or has other sizes."""
@@ -499,40 +491,13 @@ class EnsembleSpec:
             _require(layers, low_rank.layer)
         for item in self.per_member:
             module = _require(modules, item.module)
+            tensors = {**module._parameters, **module._buffers}
             for name in item.tensors:
-                if getattr(module, name, None) is None:
+                if tensors.get(name) is None:
                     raise ValueError(
                         f"the reference's module {item.module!r} has no tensor {name!r}. Pass the "
                         "architecture that was saved."
                     )
-
-
-_FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
-    "family": str,
-    "members": int,
-    "layer": str,
-    "module": str,
-    "kind": str,
-    "size": int,
-    "repeat": int,
-    "rank": int,
-    "scale": (int, float),
-    "sampled": int,
-}
-_FLAGS = "trainable fresh hidden drawn frozen pretrained separate individual_head".split()
-_FIELD_TYPES |= dict.fromkeys(_FLAGS, bool)
-
-
-def _typed(cls: type, values: Mapping[str, Any]) -> Any:
-    """Build a dataclass from parsed JSON after checking the types of its plain fields."""
-    for name, value in values.items():
-        expected = _FIELD_TYPES.get(name)
-        if expected is None:
-            continue
-        is_number_as_flag = isinstance(value, bool) and expected is not bool
-        if is_number_as_flag or not isinstance(value, expected):
-            raise TypeError(f"{cls.__name__}.{name} has the wrong type, got {value!r}.")
-    return cls(**values)
 
 
 def _require(items: Mapping[str, Any], name: str) -> Any:

@@ -6,7 +6,9 @@ of the network. Items of a data set and batches of a loader are ``(inputs, targe
 under "labels". Arrays of numpy are converted to tensors.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,14 +22,20 @@ INPUTS = "a tensor (batch, …), a tuple or dict of tensors, a data set or a loa
 LABELLED = "tensors (inputs, target), a data set or a loader of such pairs"
 
 
-def input_batches(x: Any, batch_size: int, dtype: torch.dtype | None = None) -> Iterator[Any]:
-    """Yield batches of inputs; targets in data sets and loaders are dropped.
+def input_batches(
+    x: Any,
+    batch_size: int,
+    dtype: torch.dtype | None = None,
+    counts: tuple[int, float] | None = None,
+) -> Iterator[Any]:
+    """Yield batches of inputs; targets and weights in data sets and loaders are dropped.
 
     Args:
         x: inputs, a data set or a loader. The last element of a data set's items is the target,
             unless it is the only one.
-        batch_size: rows per batch; a loader determines its own.
+        batch_size: rows per batch; a loader has a fixed one.
         dtype: type of the tensors made from floating arrays; None: the type of the array.
+        counts: least and largest number of inputs of the network, for :func:`has_weights`.
 
     Yields:
         A tensor, or a tuple or dict of tensors.
@@ -46,18 +54,22 @@ def input_batches(x: Any, batch_size: int, dtype: torch.dtype | None = None) -> 
         yield from _slices("x", x, INPUTS, batch_size)
         return
     for batch in _loader("x", x, INPUTS, batch_size):
-        yield _drop_target(as_tensors(batch, dtype))
+        yield _drop_target(_drop_weights(as_tensors(batch, dtype), counts))
 
 
 def labelled_batches(
-    data: Any, batch_size: int, dtype: torch.dtype | None = None
+    data: Any,
+    batch_size: int,
+    dtype: torch.dtype | None = None,
+    counts: tuple[int, float] | None = None,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield batches of inputs and targets.
+    """Yield batches of inputs and targets; sample weights are dropped.
 
     Args:
         data: tensors ``(inputs, target)``, a data set or a loader.
-        batch_size: rows per batch; a loader determines its own.
+        batch_size: rows per batch; a loader has a fixed one.
         dtype: type of the tensors made from floating arrays; None: the type of the array.
+        counts: least and largest number of inputs of the network, for :func:`has_weights`.
 
     Yields:
         The inputs (a tensor, or a tuple or dict of tensors) and the target.
@@ -74,10 +86,11 @@ def labelled_batches(
         data = data.tensors
     data = as_tensors(data, dtype)
     if isinstance(data, (tuple, list, Mapping)):
+        data = _drop_weights(data, counts)
         yield from _slices("data", split_target(data), LABELLED, batch_size)
         return
     for batch in _loader("data", data, LABELLED, batch_size):
-        yield split_target(as_tensors(batch, dtype))
+        yield split_target(_drop_weights(as_tensors(batch, dtype), counts))
 
 
 def split_target(values: Any) -> tuple[Any, Any]:
@@ -112,6 +125,60 @@ def split_target(values: Any) -> tuple[Any, Any]:
     return inputs, values[-1]
 
 
+def count_inputs(function: Callable[..., Any]) -> tuple[int, float]:
+    """Return the least and the largest number of positional arguments of a function.
+
+    Example:
+        >>> count_inputs(lambda x, z, mask=None: x)
+        (2, 3)
+    """
+    least, most = 0, 0
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return least, math.inf
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            most += 1
+            if parameter.default is parameter.empty:
+                least += 1
+    return least, most
+
+
+def has_weights(values: Any, counts: tuple[int, float] | None) -> bool:
+    """Return whether a batch ends with sample weights, after its target.
+
+    ``((x, z), y, w)`` always does. ``(a, b, c)`` does if the network takes one input, so that it
+    must be ``(x, y, w)``, and does not if it takes two, as in ``(x, z, y)``.
+
+    Args:
+        values: a batch, or all data.
+        counts: least and largest number of inputs of the network; None: there are no weights.
+
+    Raises:
+        TypeError: if both are possible and the last element may be weights.
+
+    Example:
+        >>> x, y, w = torch.zeros(5, 2), torch.zeros(5), torch.ones(5)
+        >>> has_weights((x, y, w), (1, 1)), has_weights((x, y, w), (2, 2))
+        (True, False)
+    """
+    if counts is None or not isinstance(values, (tuple, list)) or len(values) < 3:
+        return False
+    if isinstance(values[0], (tuple, list, Mapping)):
+        return len(values) == 3
+    least, most = counts
+    inputs = len(values) - 1
+    can_be_inputs = least <= inputs <= most
+    can_be_weights = least <= inputs - 1 <= most
+    is_floating = isinstance(values[-1], Tensor) and values[-1].is_floating_point()
+    if can_be_inputs and can_be_weights and is_floating:
+        raise TypeError(
+            f"data of {len(values)} tensors are ambiguous, because the network takes {inputs - 1} "
+            f"or {inputs} inputs. Write ((x, z), y) for several inputs, or ((x,), y, w) for sample "
+            "weights w."
+        )
+    return can_be_weights and not can_be_inputs
+
+
 def as_tensors(values: Any, dtype: torch.dtype | None = None) -> Any:
     """Convert the numpy arrays of a nested container to tensors; keep everything else.
 
@@ -134,6 +201,10 @@ def as_tensors(values: Any, dtype: torch.dtype | None = None) -> Any:
         return tensor
 
     return tree_map(convert, values)
+
+
+def _drop_weights(values: Any, counts: tuple[int, float] | None) -> Any:
+    return values[:-1] if has_weights(values, counts) else values
 
 
 def _drop_target(batch: Any) -> Any:
@@ -161,8 +232,7 @@ def _loader(name: str, data: Any, expected: str, batch_size: int) -> Iterable[An
         raise TypeError(f"{name} must be {expected}, got {type(data).__name__}.")
     is_data_set = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, IterableDataset) or is_data_set:
-        # A generator of its own: a loader draws a seed, and prediction must not change the global
-        # state.
+        # A loader draws a seed. A separate generator keeps the global random state unchanged.
         return DataLoader(data, batch_size, generator=torch.Generator())
     if isinstance(data, Iterable):
         return data

@@ -11,8 +11,9 @@ temperature of a classifier without errors would be 0.
 smallest of :math:`n` held-out scores. If rows are exchangeable, the score of a new row is at most
 :math:`Q` with probability at least :math:`c`, and at most :math:`c + 1/(n+1)` without ties. The
 probability is over rows and calibration sets; it does not hold for each :math:`x`. The score
-:math:`1 - \bar p_y` gives sets of classes (Sadinle et al., 2019); an uncertainty gives flags for
-rows that differ from the held-out rows.
+:math:`1 - \bar p_y` gives sets of classes (Sadinle et al., 2019); the distance of a value to a
+prediction interval gives intervals (Romano et al., 2019); an uncertainty gives flags for rows that
+differ from the held-out rows.
 
 **Risk and coverage** (Geifman and El-Yaniv, 2017): the mean loss of the rows that are kept if the
 least certain rows are rejected, as a function of the fraction that is kept.
@@ -20,50 +21,26 @@ least certain rows are rejected, as a function of the fraction that is kept.
 
 from __future__ import annotations
 
+import io
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from embens import metrics
+from embens.files import check_output, write_atomically
+from embens.mixtures import best_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 File = str | os.PathLike[str]
-RANGE = (0.05, 20.0)  # bounds of the search for a scale
-ADDED = 30  # rows that regularise a scale of standard deviations (embens.tabular)
-
-
-def best_scale(loss: Callable[[float], Tensor]) -> float:
-    """Return the positive number that minimises a loss.
-
-    Args:
-        loss: a function of the number.
-
-    Returns:
-        The minimiser between 0.05 and 20, or 1 if it is not better than 1.
-
-    Example:
-        >>> round(best_scale(lambda scale: torch.tensor((scale - 3.0) ** 2)), 2)
-        3.0
-    """
-    from scipy.optimize import minimize_scalar
-
-    result = minimize_scalar(
-        lambda log_scale: float(loss(math.exp(log_scale))),
-        bounds=(math.log(RANGE[0]), math.log(RANGE[1])),
-        method="bounded",
-        options={"xatol": 1e-4},
-    )
-    if result.fun < float(loss(1.0)):
-        return math.exp(result.x)
-    return 1.0
 
 
 def best_temperature(outputs: Tensor, target: Tensor) -> float:
@@ -164,9 +141,16 @@ def picture(path: File, **labels: Any) -> Iterator[Any]:
 
     Yields:
         The axes of matplotlib.
+
+    Raises:
+        OSError: if no file can be written there, for example because it is a folder.
     """
     from matplotlib.figure import Figure
 
+    path = Path(path)
+    if not path.suffix:
+        path = path.with_name(f"{path.name}.png")
+    check_output(path)
     figure = Figure(figsize=(4.5, 3.4), layout="constrained")
     axes = figure.subplots()
     yield axes
@@ -174,7 +158,9 @@ def picture(path: File, **labels: Any) -> Iterator[Any]:
     handles, _ = axes.get_legend_handles_labels()
     if handles:
         axes.legend()
-    figure.savefig(path, dpi=100)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=100, format=path.suffix[1:])
+    write_atomically(path, content.getvalue())
 
 
 @dataclass(frozen=True)
@@ -228,9 +214,9 @@ def risk_coverage(losses: Float[Tensor, " batch"], scores: Float[Tensor, " batch
     loss_sums = losses.new_zeros(groups).index_add_(0, group, losses)
     counts = losses.new_zeros(groups).index_add_(0, group, torch.ones_like(losses))
     mean_losses = (loss_sums / counts)[group]
-    kept = torch.arange(1, len(losses) + 1).to(losses)
-    risk = mean_losses[scores.argsort()].cumsum(0) / kept
-    return RiskCoverage(kept / len(losses), risk)
+    kept_rows = torch.arange(1, len(losses) + 1).to(losses)
+    risk = mean_losses[scores.argsort()].cumsum(0) / kept_rows
+    return RiskCoverage(kept_rows / len(losses), risk)
 
 
 @dataclass(frozen=True)
@@ -291,7 +277,7 @@ class ConformalSets:
         return self.sets.sum(-1)
 
     def covered(self, target: Tensor) -> float:
-        """Return the fraction of rows whose set contains the true class.
+        """Return the fraction of sets that contain the true class.
 
         Args:
             target: class indices ``(batch,)``.
@@ -316,3 +302,35 @@ class ConformalSets:
         labels = {"xlabel": "classes in the set", "ylabel": "fraction of rows", "title": title}
         with picture(path, **labels) as axes:
             axes.bar(range(len(shares)), shares.tolist())
+
+
+@dataclass(frozen=True)
+class ConformalIntervals:
+    """Intervals that contain the true value with a given probability.
+
+    Attributes:
+        low: lower ends, with the shape of the mean prediction.
+        high: upper ends; below ``low`` where the interval is empty.
+        coverage: the probability that an interval contains the true value.
+        margin: the number by which both sides of the prediction interval were widened.
+    """
+
+    low: Tensor
+    high: Tensor
+    coverage: float
+    margin: float
+
+    def covered(self, target: Tensor) -> float:
+        """Return the fraction of values inside their intervals.
+
+        Args:
+            target: values with the shape of ``low``, apart from axes of length 1.
+        """
+        if target.numel() != self.low.numel():
+            raise ValueError(
+                f"target must have the shape of the intervals, {tuple(self.low.shape)}, got "
+                f"{tuple(target.shape)}."
+            )
+        target = target.reshape(self.low.shape).to(self.low.device)
+        is_inside = (self.low <= target) & (target <= self.high)
+        return float(is_inside.double().mean())

@@ -91,7 +91,7 @@ class Joint(Sampled):
 
 
 class _JointMasks(Joint):
-    """Masks whose ones are placed jointly, so that every unit is used and shares are equal."""
+    """Masks with jointly placed ones, so that every unit is used and shares are equal."""
 
     balanced = True
 
@@ -139,7 +139,8 @@ class Masks(_JointMasks):
 
     def _arrange(self, noise: Tensor) -> Tensor:
         members, units = noise.shape
-        ones = max(round(units * self.marginal(members).keep), math.ceil(units / members))
+        least_ones = math.ceil(units / members)
+        ones = max(round(units * self.marginal(members).keep), least_ones)
         masks = torch.zeros_like(noise)
         is_unused = torch.ones_like(noise[0], dtype=torch.bool)
         member_order = noise.sum(1).argsort().tolist()

@@ -200,7 +200,7 @@ class Law(ABC):
 
 
 class Sampled(Law):
-    """Base of laws whose samples are a function of independent noise.
+    """Base of laws with samples that are a function of independent noise.
 
     The noise is uniform on [0, 1) unless a subclass replaces ``_draw_noise``.
     """
@@ -221,7 +221,10 @@ class Sampled(Law):
         # Noise in half precision would be too coarse to compare with probabilities.
         noise_dtype = torch.promote_types(dtype, torch.float32)
         noise = self._draw_noise(
-            tuple(shape), generator=generator, dtype=noise_dtype, device=noise_device
+            tuple(shape),
+            generator=generator,
+            dtype=noise_dtype,
+            device=noise_device,
         )
         return self._transform(noise).to(dtype=dtype, device=device)
 
@@ -261,7 +264,11 @@ class Discrete(Sampled):
 
     def half_moment(self, k: int, sign: int) -> float:
         check_half_moment(k, sign)
-        return math.fsum(p * abs(value) ** k for value, p in self._support() if sign * value > 0)
+        terms = []
+        for value, probability in self._support():
+            if sign * value > 0:
+                terms.append(probability * abs(value) ** k)
+        return math.fsum(terms)
 
     def quadrature(self, n: int = QUADRATURE_NODES) -> tuple[Tensor, Tensor]:
         table = torch.tensor(self._support(), dtype=torch.float64, device="cpu")
@@ -350,7 +357,10 @@ def from_dict(data: dict[str, Any]) -> Law:
 
 
 def check_field(
-    law: Law, name: str, expected: str, valid: Callable[[float], bool] = math.isfinite
+    law: Law,
+    name: str,
+    expected: str,
+    valid: Callable[[float], bool] = math.isfinite,
 ) -> None:
     """Check a parameter of a law and convert it to float.
 
@@ -358,10 +368,12 @@ def check_field(
         law: the law, a frozen dataclass.
         name: name of the parameter.
         expected: completes the sentence "the parameter must be …".
-        valid: returns whether a finite number is valid.
+        valid: returns True for valid values; called with finite values only.
     """
     value = getattr(law, name)
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    number = value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        number = value.item()
     message = f"{type(law).__name__}: {name} must be {expected}, got {value!r}."
     if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(message)
@@ -585,7 +597,7 @@ class Uniform(Sampled):
 
     def half_moment(self, k: int, sign: int) -> float:
         check_half_moment(k, sign)
-        # The part of the interval on this half-line, mirrored to positive numbers.
+        # The part of the interval on this half-line, mirrored to positive values.
         ends = [max(0.0, sign * self.low), max(0.0, sign * self.high)]
         difference = max(ends) ** (k + 1) - min(ends) ** (k + 1)
         return difference / ((k + 1) * (self.high - self.low))
@@ -597,7 +609,8 @@ class Uniform(Sampled):
         recurrence = torch.diag(k / (4 * k**2 - 1).sqrt(), -1)
         nodes, vectors = torch.linalg.eigh(recurrence)
         weights = vectors[0] ** 2
-        return self.mean + (self.high - self.low) / 2 * nodes, weights / weights.sum()
+        half_width = (self.high - self.low) / 2
+        return self.mean + half_width * nodes, weights / weights.sum()
 
     def _transform(self, noise: Tensor) -> Tensor:
         return self.low + (self.high - self.low) * noise

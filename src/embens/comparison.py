@@ -1,0 +1,501 @@
+r"""Compare networks and ensembles on your data: train each, score it and measure its cost.
+
+Candidates are compared with the first one, row by row of the test data. Let :math:`d_{si}` be the
+difference of a metric at row :math:`i` after the training run with seed :math:`s`, for :math:`S`
+seeds and :math:`n` rows. The interval of its mean :math:`\bar d` accounts for both sources of
+randomness, test rows and training runs:
+
+.. math::
+    \bar d \pm t_\nu \sqrt{V_r + V_s}, \qquad
+    V_r = \frac{1}{n} \operatorname{var}_i \bar d_{\cdot i}, \qquad
+    V_s = \frac{1}{S} \operatorname{var}_s \bar d_{s \cdot}, \qquad
+    \nu = \frac{(V_r + V_s)^2}{V_r^2 / (n - 1) + V_s^2 / (S - 1)} .
+
+With one seed :math:`V_s` is unknown and left out: the interval then holds for these trained
+networks, not for another training run.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from embens import checks, metrics, uncertainty
+from embens.ensemble import EmbeddedEnsemble
+from embens.evaluation import classification_scores, match_shape, run_labelled
+from embens.families import independent
+from embens.optim import logits_of
+from embens.training import Checkpoint, Divergence, fit
+from embens.training.batches import batches_of, map_tensors
+
+if TYPE_CHECKING:
+    import pandas
+
+Candidate = nn.Module | Callable[[], nn.Module]
+LEVEL = 0.95
+"""Probability of the intervals."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of a candidate to the first one in one metric, with its 95 % interval.
+
+    Attributes:
+        candidate: name of the candidate.
+        baseline: name of the first candidate.
+        metric: name of the metric.
+        value: mean over test rows and seeds of the candidate's value minus the baseline's.
+        low: lower end of the interval.
+        high: upper end of the interval.
+    """
+
+    candidate: str
+    baseline: str
+    metric: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of :func:`compare`.
+
+    Attributes:
+        scores: quality and cost by candidate, means over seeds.
+        differences: paired differences to the first candidate.
+        seeds: number of training runs of each candidate.
+
+    Example:
+        >>> scores = {"one": {"accuracy": 0.5}, "batch": {"accuracy": 0.75}}
+        >>> gain = Difference("batch", "one", "accuracy", 0.25, 0.125, 0.375)
+        >>> print(Comparison(scores, [gain], seeds=1))
+                accuracy
+        one          0.5
+        batch       0.75
+        <BLANKLINE>
+        difference to one, 95 % intervals over test rows (one training run each)
+                                 accuracy
+        batch        +0.25 [+0.125, +0.375]
+    """
+
+    scores: dict[str, dict[str, float]]
+    differences: list[Difference]
+    seeds: int
+
+    def __str__(self) -> str:
+        columns = list(next(iter(self.scores.values())))
+        rows = []
+        for name, scores in self.scores.items():
+            rows.append([name, *(f"{scores[column]:.4g}" for column in columns)])
+        text = _text_table(["", *columns], rows)
+        if not self.differences:
+            return text
+        source = "test rows (one training run each)"
+        if self.seeds > 1:
+            source = f"test rows and {self.seeds} training runs"
+        baseline = self.differences[0].baseline
+        heading = f"difference to {baseline}, 95 % intervals over {source}"
+        return f"{text}\n\n{heading}\n{self._difference_table()}"
+
+    def _difference_table(self) -> str:
+        columns = list(dict.fromkeys(each.metric for each in self.differences))
+        rows: dict[str, list[str]] = {}
+        for each in self.differences:
+            cells = rows.setdefault(each.candidate, [each.candidate])
+            cells.append(f"{each.value:+.3g} [{each.low:+.3g}, {each.high:+.3g}]")
+        return _text_table(["", *columns], list(rows.values()))
+
+    def to_pandas(self, table: Literal["scores", "differences"] = "scores") -> pandas.DataFrame:
+        """Return one of the two tables as a data frame.
+
+        Args:
+            table: "scores" (one row per candidate) or "differences".
+        """
+        import pandas
+
+        checks.check_choice("table", table, ("scores", "differences"))
+        if table == "scores":
+            return pandas.DataFrame.from_dict(self.scores, orient="index")
+        return pandas.DataFrame([asdict(each) for each in self.differences])
+
+
+def _text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Return aligned text; the first column is left-aligned."""
+    lines = [header, *rows]
+    name_width = max(7, *(len(line[0]) for line in lines))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    texts = []
+    for line in lines:
+        cells = [line[0].ljust(name_width)]
+        for text, width in zip(line[1:], widths[1:], strict=True):
+            cells.append(text.rjust(width))
+        texts.append(" ".join(cells).rstrip())
+    return "\n".join(texts)
+
+
+def compare(
+    candidates: Mapping[str, Candidate],
+    train: Any,
+    validation: Any,
+    test: Any,
+    *,
+    epochs: int,
+    lr: float | Sequence[float] = 0.01,
+    seeds: int = 1,
+    budget: Literal["epochs", "compute"] = "epochs",
+    folder: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Train candidates with the same budget, and compare their quality and cost.
+
+    Candidates are copied before training. Validation data select the epoch, the learning rate and
+    the temperature; test data are used for the scores only.
+
+    Args:
+        candidates: networks or ensembles by name; the first one is the baseline. A plain network is
+            trained as it is. A function without arguments is called once per seed, after torch's
+            global generator was seeded, so that each run has new initial weights. A module starts
+            every run with its present weights.
+        train: training data, as for :func:`embens.fit`.
+        validation: validation data of the same form.
+        test: test data of the same form.
+        epochs: number of epochs.
+        lr: learning rate. Of several rates, each candidate uses the one with the lowest validation
+            loss in the run with seed 0.
+        seeds: number of training runs per candidate; their seeds are 0, 1, ….
+        budget: "epochs" trains every candidate for ``epochs`` epochs. "compute" gives all
+            candidates the same number of floating-point operations: the most expensive candidate
+            is trained for ``epochs`` epochs, the others for proportionally more.
+        folder: where runs are saved. The same call continues an interrupted comparison.
+        **options: further arguments of :func:`embens.fit` for all candidates, such as
+            ``batch_size``, ``optimizer`` or ``progress``.
+
+    Returns:
+        Scores and costs, and paired differences to the first candidate with intervals. For
+        classification the metrics are ``accuracy``, ``nll``, ``calibrated_nll`` (after temperature
+        scaling) and ``brier``; for regression ``squared_error``. Costs are ``parameters``,
+        ``training_seconds`` (at the chosen learning rate), ``inference_seconds`` (of the test data)
+        and ``epochs``.
+
+    Raises:
+        ValueError: if an argument is invalid.
+        Divergence: if a candidate diverges at every learning rate.
+
+    Example:
+        >>> from embens import batch_ensemble, networks
+        >>> def data(rows, seed):
+        ...     x = torch.randn(rows, 2, generator=torch.Generator().manual_seed(seed))
+        ...     return x, (x[:, 0] > 0).long()
+        >>> reference = networks.mlp(2, 16, 2, outputs=2)
+        >>> result = compare(
+        ...     {"one": reference, "batch": batch_ensemble(reference, 4)},
+        ...     data(64, 0),
+        ...     data(32, 1),
+        ...     data(100, 2),
+        ...     epochs=5,
+        ...     lr=0.1,
+        ... )
+        >>> [difference.metric for difference in result.differences]
+        ['accuracy', 'nll', 'calibrated_nll', 'brier']
+    """
+    rates = _check_arguments(candidates, epochs, lr, seeds, budget)
+    data = {"train": train, "validation": validation, "test": test}
+    for name, candidate in candidates.items():
+        _check_candidate(name, _build(candidate, seed=0), data)
+    epochs_of = dict.fromkeys(candidates, epochs)
+    if budget == "compute":
+        epochs_of = _equal_compute(candidates, train, epochs)
+    scores: dict[str, dict[str, float]] = {}
+    row_values: dict[str, dict[str, Tensor]] = {}
+    for number, (name, candidate) in enumerate(candidates.items()):
+        _report(options, f"{name} ({number + 1} of {len(candidates)})")
+        trainer = _Trainer(candidate, data, epochs_of[name], options, folder, f"candidate-{number}")
+        try:
+            runs = trainer.run_all(rates, seeds)
+        except Divergence as error:
+            error.add_note(f"The candidate is {name!r}. Try a smaller learning rate: lr=…")
+            raise
+        scores[name] = _average([run.scores for run in runs])
+        row_values[name] = _stack([run.row_values for run in runs])
+    return Comparison(scores, _differences(row_values), seeds)
+
+
+def _check_arguments(
+    candidates: Any, epochs: int, lr: float | Sequence[float], seeds: int, budget: str
+) -> Sequence[float]:
+    """Return the learning rates; raise for invalid arguments."""
+    if not isinstance(candidates, Mapping) or not candidates:
+        raise ValueError(
+            "candidates must be a dict from names to networks or ensembles with at least one "
+            f"entry, got {candidates!r:.80}."
+        )
+    checks.check_whole("epochs", epochs)
+    checks.check_whole("seeds", seeds)
+    checks.check_choice("budget", budget, ("epochs", "compute"))
+    rates = lr if isinstance(lr, Sequence) else [lr]
+    if not rates:
+        raise ValueError("lr must be a positive number or a list of them, got an empty list.")
+    for rate in rates:
+        checks.check_number("lr", rate, "a positive number", lambda value: value > 0)
+    return rates
+
+
+def _build(candidate: Candidate, seed: int) -> EmbeddedEnsemble:
+    """Return a new ensemble of a candidate; a network becomes an ensemble of one member."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = copy.deepcopy(candidate) if isinstance(candidate, nn.Module) else candidate()
+        if isinstance(module, EmbeddedEnsemble):
+            return module
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                "candidates must be torch modules or functions that return one, got "
+                f"{type(module).__name__}."
+            )
+        return independent(module, 1, initialise=_keep_weights)
+
+
+def _keep_weights(module: nn.Module) -> None:
+    """Leave the weights of the only member as they are in the user's network."""
+
+
+def _check_candidate(name: str, ensemble: EmbeddedEnsemble, data: dict[str, Any]) -> None:
+    """Evaluate one batch of the validation and test data, so that no training is in vain."""
+    for part in ("validation", "test"):
+        batch = next(iter(batches_of(data[part], 2, seed=None, name=part).epoch(0)))
+        try:
+            rows = iter([(*_as_tuple(batch.inputs), batch.target)])
+            outputs, target = run_labelled(ensemble, rows)
+            _row_values(outputs, target, temperature=1.0)
+        except (TypeError, ValueError, RuntimeError) as error:
+            error.add_note(f"The candidate is {name!r}, evaluated on the {part} data.")
+            raise
+
+
+def _as_tuple(inputs: Any) -> tuple[Any, ...]:
+    if isinstance(inputs, tuple):
+        return inputs
+    return (inputs,)
+
+
+def _equal_compute(candidates: Mapping[str, Candidate], train: Any, epochs: int) -> dict[str, int]:
+    """Return the number of epochs of each candidate for the same floating-point operations."""
+    costs = {name: _step_cost(_build(each, 0), train) for name, each in candidates.items()}
+    largest = max(costs.values())
+    epochs_of = {}
+    for name, cost in costs.items():
+        if cost == 0:
+            raise ValueError(
+                f"budget='compute' cannot count the operations of {name!r}. Use budget='epochs'."
+            )
+        epochs_of[name] = round(epochs * largest / cost)
+    return epochs_of
+
+
+def _step_cost(ensemble: EmbeddedEnsemble, train: Any) -> int:
+    """Return the floating-point operations of a forward and backward pass of a few rows."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    batch = next(iter(batches_of(train, 8, seed=None).epoch(0)))
+    device = next(ensemble.parameters()).device
+    args, kwargs = ensemble.bind(map_tensors(lambda tensor: tensor.to(device), batch.inputs))
+    with FlopCounterMode(display=False) as counter:
+        logits_of(ensemble(*args, **kwargs)).sum().backward()
+    return counter.get_total_flops()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Scores of one training run, and the values of the metrics ``(row,)``."""
+
+    scores: dict[str, float]
+    row_values: dict[str, Tensor]
+    validation_loss: float
+
+
+@dataclass(frozen=True)
+class _Trainer:
+    """Trains one candidate.
+
+    Attributes:
+        candidate: the candidate.
+        data: train, validation and test data.
+        epochs: number of epochs.
+        options: arguments of :func:`embens.fit`.
+        folder: where runs are saved.
+        name: name of the candidate's subfolder.
+    """
+
+    candidate: Candidate
+    data: dict[str, Any]
+    epochs: int
+    options: dict[str, Any]
+    folder: str | os.PathLike[str] | None
+    name: str
+
+    def run_all(self, rates: Sequence[float], seeds: int) -> list[_Run]:
+        """Choose the learning rate with seed 0, then train with the other seeds."""
+        first_runs: dict[float, _Run] = {}
+        for rate in rates:
+            try:
+                first_runs[rate] = self.run(rate, seed=0)
+            except Divergence:
+                # A rate that diverges is not chosen; at least one rate must train.
+                if rate == rates[-1] and not first_runs:
+                    raise
+        best_rate = min(first_runs, key=lambda rate: first_runs[rate].validation_loss)
+        later_runs = [self.run(best_rate, seed) for seed in range(1, seeds)]
+        return [first_runs[best_rate], *later_runs]
+
+    def run(self, lr: float, seed: int) -> _Run:
+        """Train and score one run."""
+        ensemble = _build(self.candidate, seed)
+        options = dict(self.options)
+        callbacks = list(options.pop("callbacks", ()))
+        if self.folder is not None:
+            callbacks.append(Checkpoint(Path(self.folder) / f"{self.name}-seed-{seed}-lr-{lr:g}"))
+        history = fit(
+            ensemble,
+            self.data["train"],
+            self.data["validation"],
+            epochs=self.epochs,
+            lr=lr,
+            seed=seed,
+            callbacks=callbacks,
+            **options,
+        )
+        held_out, held_out_target = _predict(ensemble, self.data["validation"], seed)
+        temperature = 1.0
+        if not held_out_target.is_floating_point():
+            temperature = uncertainty.best_temperature(held_out, held_out_target)
+        validation_values = _row_values(held_out, held_out_target, temperature=1.0)
+        loss_name = "nll" if "nll" in validation_values else "squared_error"
+        started = time.perf_counter()
+        outputs, target = _predict(ensemble, self.data["test"], seed)
+        inference_seconds = time.perf_counter() - started
+        values = _row_values(outputs, target, temperature)
+        scores = {name: float(value.mean()) for name, value in values.items()}
+        if not target.is_floating_point():
+            scores = {**scores, **classification_scores(outputs, target)}
+            scores["temperature"] = temperature
+        scores |= {
+            "parameters": sum(parameter.numel() for parameter in ensemble.parameters()),
+            "training_seconds": sum(record["seconds"] for record in history.epochs),
+            "inference_seconds": inference_seconds,
+            "epochs": len(history.epochs),
+            "lr": lr,
+        }
+        return _Run(scores, values, float(validation_values[loss_name].mean()))
+
+
+def _predict(ensemble: EmbeddedEnsemble, data: Any, seed: int) -> tuple[Tensor, Tensor]:
+    """Return outputs ``(member, row, …)`` and targets; the seed determines fresh masks."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs, target = run_labelled(ensemble, data, generator=generator)
+    return outputs.cpu(), target.cpu()
+
+
+def _row_values(outputs: Tensor, target: Tensor, temperature: float) -> dict[str, Tensor]:
+    """Return the metrics of each row ``(row,)``, in double precision."""
+    outputs = outputs.double()
+    if target.is_floating_point():
+        mean = outputs.mean(0)
+        errors = (mean - match_shape(target, mean).to(mean)).square()
+        return {"squared_error": errors.reshape(len(errors), -1).mean(1)}
+    metrics.nll(outputs, target)  # checks shapes and labels
+    target = target.to(outputs.device)
+    is_correct = outputs.mean(0).argmax(-1) == target
+    probabilities = outputs.softmax(-1).mean(0)
+    one_hot = nn.functional.one_hot(target, probabilities.shape[-1])
+    return {
+        "accuracy": is_correct.double(),
+        "nll": _negative_log_likelihood(outputs, target),
+        "calibrated_nll": _negative_log_likelihood(outputs / temperature, target),
+        "brier": (probabilities - one_hot).square().sum(-1),
+    }
+
+
+def _negative_log_likelihood(outputs: Tensor, target: Tensor) -> Tensor:
+    """Return the negative log-likelihood of the mean probability ``(row,)``."""
+    log_mean = outputs.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
+    return -log_mean.gather(1, target[:, None]).squeeze(1)
+
+
+def _differences(row_values: dict[str, dict[str, Tensor]]) -> list[Difference]:
+    """Return the differences of all candidates to the first one; values are ``(seed, row)``."""
+    baseline, *others = row_values
+    differences = []
+    for candidate in others:
+        for metric, values in row_values[candidate].items():
+            paired = values - row_values[baseline][metric]
+            low, high = paired_interval(paired)
+            mean = float(paired.mean())
+            differences.append(Difference(candidate, baseline, metric, mean, low, high))
+    return differences
+
+
+def paired_interval(differences: Tensor, level: float = LEVEL) -> tuple[float, float]:
+    """Return the confidence interval of a mean difference over rows and training runs.
+
+    Args:
+        differences: differences ``(seed, row)``.
+        level: probability of the interval.
+
+    Returns:
+        Its lower and upper end, by the formula of this module.
+
+    Example:
+        >>> low, high = paired_interval(torch.tensor([[0.0, 1.0, 0.0, 1.0]]))
+        >>> round(low, 2), round(high, 2)
+        (-0.42, 1.42)
+    """
+    from scipy import stats
+
+    differences = differences.double()
+    seeds, rows = differences.shape
+    if rows < 2:
+        raise ValueError(f"an interval needs at least two test rows, got {rows}.")
+    mean = float(differences.mean())
+    row_variance = float(differences.mean(0).var()) / rows
+    seed_variance = 0.0
+    if seeds > 1:
+        seed_variance = float(differences.mean(1).var()) / seeds
+    variance = row_variance + seed_variance
+    if variance == 0:
+        return mean, mean
+    denominator = row_variance**2 / (rows - 1)
+    if seeds > 1:
+        denominator += seed_variance**2 / (seeds - 1)
+    degrees = variance**2 / denominator
+    half_width = float(stats.t.ppf((1 + level) / 2, degrees)) * math.sqrt(variance)
+    return mean - half_width, mean + half_width
+
+
+def _average(scores: list[dict[str, float]]) -> dict[str, float]:
+    """Return the means over seeds."""
+    return {name: sum(each[name] for each in scores) / len(scores) for name in scores[0]}
+
+
+def _stack(values: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return values ``(seed, row)`` from those of each seed."""
+    return {name: torch.stack([each[name] for each in values]) for name in values[0]}
+
+
+def _report(options: Mapping[str, Any], text: str) -> None:
+    """Print the candidate that is trained next, if progress is shown."""
+    show = options.get("progress")
+    if show is None:
+        show = sys.stderr is not None and sys.stderr.isatty()
+    if show:
+        print(text, file=sys.stderr)
