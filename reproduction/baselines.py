@@ -1,10 +1,8 @@
 """Baselines: one network and M separate networks, at the learning rate that is best for one.
 
-The learning rates of the presets suit the largest collective ensembles. A fair comparison needs a
-reference network that is trained as well as possible. Its rate is chosen on a fifth of the training
-data, and the networks are then trained on all of it. The criterion is the log loss for digits, and
-the accuracy for images that are memorised, where the log loss of every network that has learned is
-worse than that of guessing.
+A fair comparison needs a reference network that is trained as well as possible. Its rate is the one
+that the tuning recorded for networks. Without a record, each cell chooses its rate by the log loss
+on held-out samples; the networks are then trained on all training samples.
 
 Baseline cells belong to no figure: results of one experiment are reused by the others in the same
 results folder.
@@ -23,9 +21,10 @@ from reproduction.datasets import DataSet
 from reproduction.drawing import BLACK, GREY, Curve, curves
 from reproduction.grid import cells
 from reproduction.grid.cells import Cell, Row, Sweep, training_cost
+from reproduction.grid.settings import NETWORKS as NETWORKS_FAMILY
 from reproduction.grid.settings import load_data
 from reproduction.rows import Frame, MissingCellsError, Rows, Selection
-from reproduction.training import Training, run, train
+from reproduction.training import Training, outputs_of, train
 
 FACTORS = (1.0, 4.0, 16.0)
 """Learning rates that are tried, relative to the preset's."""
@@ -41,7 +40,10 @@ def sweep(width: Any) -> Sweep:
 
 def estimate_cost(cell: Cell) -> float:
     """Return the rough cost of a cell, including the choice of the rate."""
-    return training_cost(cell.with_values(members=2 * cell["networks"]))
+    trainings = cell["networks"]
+    if NETWORKS_FAMILY not in dict(cell.setting.rates):
+        trainings += TRIAL_NETWORKS * len(FACTORS)
+    return training_cost(cell.with_values(members=trainings))
 
 
 def measure(cell: Cell) -> list[Row]:
@@ -54,38 +56,48 @@ def measure(cell: Cell) -> list[Row]:
         A row for 1, 2, 4 and all networks.
     """
     data = load_data(cell.setting)
-    held_out = data
-    if data.validation is None:
-        generator = torch.Generator().manual_seed(cell.seed)
-        held_out = data.split(len(data.train.targets) // 5, generator=generator)
-    losses = {factor: held_out_loss(cell, held_out, factor) for factor in FACTORS}
-    factor = min(FACTORS, key=losses.__getitem__)
-    trained = train_separate(cell, cell["networks"], factor, data)
+    rate = dict(cell.setting.rates).get(NETWORKS_FAMILY)
+    if rate is None:
+        rate = choose_rate(cell, data)
+    trained = train_separate(cell, cell["networks"], rate, data)
     rows = []
     for members in (1, 2, 4, cell["networks"]):
         subset = replace(trained, ensemble=trained.ensemble.subset(range(members)))
-        rows.append({"members": members, "factor": factor, **subset.evaluate()})
+        rows.append({"members": members, "rate": rate, **subset.evaluate()})
     return rows
 
 
-def train_separate(cell: Cell, networks: int, factor: float, data: DataSet) -> Training:
-    """Train separate networks at a multiple of the preset's learning rate."""
+def choose_rate(cell: Cell, data: DataSet) -> float:
+    """Return the best of a few learning rates by the log loss on held-out samples."""
+    held_out = with_validation(data, cell.seed)
+    rates = [factor * cell.setting.lr for factor in FACTORS]
+    losses = {rate: held_out_loss(cell, held_out, rate) for rate in rates}
+    return min(rates, key=losses.__getitem__)
+
+
+def with_validation(data: DataSet, seed: int) -> DataSet:
+    """Return the data with a validation part: a random fifth, unless there is one already."""
+    if data.validation is not None:
+        return data
+    generator = torch.Generator().manual_seed(seed)
+    return data.split(len(data.train.targets) // 5, generator=generator)
+
+
+def train_separate(cell: Cell, networks: int, rate: float, data: DataSet) -> Training:
+    """Train separate networks at a learning rate."""
     network, generator = cell.build_reference()
     ensemble = independent(network, networks, generator=generator)
-    return train(cell, ensemble, data=data, lr=factor * cell.setting.lr)
+    return train(cell, ensemble, data=data, lr=rate)
 
 
-def held_out_loss(cell: Cell, data: DataSet, factor: float) -> float:
+def held_out_loss(cell: Cell, data: DataSet, rate: float) -> float:
     """Return the validation loss of networks trained at a learning rate; infinite on divergence."""
-    trial = train_separate(cell, TRIAL_NETWORKS, factor, data)
+    trial = train_separate(cell, TRIAL_NETWORKS, rate, data)
     if trial.diverged:
         return math.inf
     assert data.validation is not None
-    outputs = run(trial.ensemble, data.validation.inputs)
-    targets = data.validation.targets
-    if cell.setting.preset == "quick":
-        return float(metrics.member_nll(outputs, targets).mean())
-    return -float(metrics.member_accuracy(outputs, targets).mean())
+    outputs = outputs_of(trial.ensemble, data.validation.inputs)
+    return float(metrics.member_nll(outputs, data.validation.targets).mean())
 
 
 def baseline_rows(rows: Rows) -> Rows:

@@ -1,14 +1,39 @@
 r"""Claims: statements of the paper as statistics with confidence intervals and verdicts.
 
-A claim is a statistic :math:`T` of a table and the region in which the statement is true. By
-default its interval is Student's interval of the jackknife pseudo-values over seeds,
+A claim is a statistic :math:`T` of a table and the region in which the statement is true. How its
+interval is computed depends on the experiment.
+
+*Pooled residuals* (experiments with ``POOLED = True``: a sweep of many cells with few seeds). The
+value that seed :math:`s` gives in cell :math:`c` is
+
+.. math::
+    y_{cs} = \mu_c + a_s + e_{cs} .
+
+**Assumptions.** The residuals :math:`e_{cs}` are independent, with the same distribution in all
+cells in which the same quantities are defined. The effect :math:`a_s` of a seed is the same in
+these cells. Then all cells together estimate the variance of the residuals, with
+:math:`(C - 1)(n - 1)` degrees of freedom for :math:`C` cells and :math:`n` seeds, where a single
+cell has :math:`n - 1`. If the spread differs between cells, the interval is too narrow for
+statistics of the noisiest cells and too wide for the others. The variances :math:`V_e` and
+:math:`V_a` of :math:`T` come from tables with redrawn residuals, and from tables with the effect of
+each seed (:mod:`reproduction.pooling`), and
+
+.. math::
+    T \pm t_\nu \sqrt{V_e + V_a}, \qquad
+    \nu = \frac{(V_e + V_a)^2}{V_e^2 / ((C - 1)(n - 1)) + V_a^2 / (n - 1)} .
+
+The mean of the redrawn values minus :math:`T` estimates the bias of statistics that choose the
+largest of several noisy values (the best M, the rise to a maximum); its square is added to the
+variance of such statistics. If the variance over seeds is so much larger than :math:`V_e + V_a`
+that the assumptions must be wrong (an F test at 10 %), the interval of the seeds is used instead.
+
+*Seeds* (all other experiments). Student's interval of the jackknife pseudo-values over seeds,
 
 .. math::
     T_i = n T - (n - 1) T_{-i}, \qquad \bar T_i \pm t_{n-1} \, s(T_i) / \sqrt{n} ,
 
-where :math:`T_{-i}` leaves out all cells of seed :math:`i`. The jackknife is unreliable for a
-statistic that jumps from one point of a curve to another (a minimum, the best M). Such a statistic
-uses the standard deviation :math:`s_B` over bootstrap samples of the seeds instead,
+where :math:`T_{-i}` leaves out all cells of seed :math:`i`. A statistic that jumps from one point
+of a curve to another uses the standard deviation :math:`s_B` over bootstrap samples of the seeds,
 
 .. math::
     T \pm t_{n-1} \, s_B \sqrt{n / (n - 1)} .
@@ -23,11 +48,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from reproduction.pooling import PooledTables, pooled_error
 from reproduction.rows import Frame, MissingCellsError, Rows, Selection, fit_slope
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 CONFIDENCE = 0.95
-BOOTSTRAP_SAMPLES = 100
+MODEL_CONFIDENCE = 0.9
+"""Quantile of the ratio of both variances above which residuals are not pooled."""
+BOOTSTRAP_SAMPLES = 60
 
 Statistic = Callable[[Rows], float]
 """A function of the rows of a table."""
@@ -97,12 +125,15 @@ class Claim:
             return f"below {self.below:g}"
         return f"from {self.above:g} to {self.below:g}"
 
-    def judge(self, table: Frame, samples: Sequence[Rows] = ()) -> "Judgement":
+    def judge(
+        self, table: Frame, samples: Sequence[Rows] = (), pooled: PooledTables | None = None
+    ) -> "Judgement":
         """Test the claim on a table.
 
         Args:
             table: The table.
             samples: Bootstrap samples of the table, for a statistic that jumps.
+            pooled: Tables with redrawn residuals; None uses the seeds alone.
 
         Returns:
             The measured value, its interval and the verdict.
@@ -110,8 +141,13 @@ class Claim:
         value = low = high = math.nan
         seeds = 0
         note = ""
+        method = "seeds"
         try:
             value, low, high, seeds = interval(table, self.statistic, samples=samples)
+            if pooled is not None and not math.isnan(low):
+                seed_ends = (low, high)
+                low, high = pooled_ends(self, value, seed_ends, pooled)
+                method = "seeds" if (low, high) == seed_ends else "pooled"
         except MissingCellsError as error:
             note = f"missing: {error}"
         else:
@@ -134,6 +170,7 @@ class Claim:
             seeds=seeds,
             verdict=verdict(low, high, self.above, self.below),
             note=note,
+            method=method,
         )
 
 
@@ -154,6 +191,7 @@ class Judgement:
         seeds: Number of seeds.
         verdict: ``"holds"``, ``"does not hold"`` or ``"undecided"``.
         note: Why there is no value or interval.
+        method: ``"pooled"`` or ``"seeds"``, the source of the interval.
     """
 
     statement: str
@@ -168,26 +206,34 @@ class Judgement:
     seeds: int
     verdict: str
     note: str
+    method: str
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; infinite and NaN values become None."""
         return to_plain(asdict(self))
 
 
-def judge(claims: Sequence[Claim], table: Frame) -> list[Judgement]:
+def judge(
+    claims: Sequence[Claim], table: Frame, pooled_axes: Sequence[str] = ()
+) -> list[Judgement]:
     """Test claims on a table.
 
     Args:
         claims: The claims.
         table: The table.
+        pooled_axes: Axes of the sweep, if residuals of its cells are pooled; empty: they are not.
 
     Returns:
         A judgement for each claim.
     """
+    if pooled_axes and len(table) and table["seed"].nunique() > 1:
+        pooled = PooledTables.draw(table, pooled_axes, BOOTSTRAP_SAMPLES)
+    else:
+        pooled = None
     samples: Sequence[Rows] = ()
     if any(claim.jumps for claim in claims):
         samples = bootstrap(table)
-    return [claim.judge(table, samples if claim.jumps else ()) for claim in claims]
+    return [claim.judge(table, samples if claim.jumps else (), pooled) for claim in claims]
 
 
 def to_plain(value: Any) -> Any:
@@ -256,8 +302,46 @@ def interval(
         pseudo_values = count * value - (count - 1) * numpy.array(without_seed)
         centre = float(pseudo_values.mean())
         error = float(stats.sem(pseudo_values))
-    half_width = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
+    half_width = _student(count - 1) * error
     return value, centre - half_width, centre + half_width, count
+
+
+def pooled_ends(
+    claim: Claim, value: float, seed_ends: tuple[float, float], pooled: PooledTables
+) -> tuple[float, float]:
+    """Return the interval of a claim's statistic from pooled residuals.
+
+    Args:
+        claim: The claim.
+        value: Value of its statistic.
+        seed_ends: Ends of the interval from the seeds alone.
+        pooled: Redrawn tables.
+
+    Returns:
+        The ends; those of the seeds alone if the seeds contradict the model of pooled residuals.
+    """
+    from scipy import stats
+
+    error = pooled_error(claim.statistic, value, pooled)
+    if math.isnan(error.variance):
+        return seed_ends
+    seed_degrees = pooled.seeds - 1
+    seed_error = (seed_ends[1] - seed_ends[0]) / 2 / _student(seed_degrees)
+    largest_ratio = float(stats.f.ppf(MODEL_CONFIDENCE, seed_degrees, error.degrees))
+    if seed_error**2 > largest_ratio * error.variance:
+        return seed_ends
+    variance = error.variance
+    if claim.jumps:
+        variance += error.bias**2
+    half_width = _student(error.degrees) * math.sqrt(variance)
+    return value - half_width, value + half_width
+
+
+def _student(degrees: float) -> float:
+    """Return the quantile of Student's distribution for a two-sided interval."""
+    from scipy import stats
+
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees))
 
 
 def bootstrap(table: Frame) -> list[Rows]:

@@ -15,12 +15,12 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from reproduction.datasets import cifar100
 from reproduction.figures import NAMES
 from reproduction.grid import engines, runs
-from reproduction.grid.cells import Cell, cells_of
+from reproduction.grid.cells import TUNINGS, Cell, cells_of
 from reproduction.grid.estimates import time_cells
 from reproduction.grid.keys import key_of
 from reproduction.grid.results import Results, count_outdated, make_table, write_summary
 from reproduction.grid.runs import Engine
-from reproduction.grid.settings import PRESETS, Setting, with_fingerprint
+from reproduction.grid.settings import PRESETS, UNTUNED, Setting, with_fingerprint
 from reproduction.progress import describe_outcome, format_time, show_progress
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ MINIMA = {"seeds": 1, "epochs": 1, "workers": 0, "first_seed": 0}
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of a run to a parser."""
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="one of " + ", ".join(NAMES))
+    add("name", nargs="?", metavar="NAME", help="one of " + ", ".join((*NAMES, *TUNINGS)))
     add("--all", action="store_true", help="run all experiments, one after another")
     add("--preset", choices=PRESETS, default="quick")
     add("--data", type=Path, help="folder with CIFAR-100's binary files (default: the cache)")
@@ -44,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--workers", type=int, help="processes (default: one per core); 0: in this process")
     add("--address", help="address of a Ray cluster (default: start one here)")
     add("--gpus-per-cell", type=float, default=1.0, help="share of a GPU per cell (Ray)")
-    add("--device", help="cpu or cuda (default: cuda for the paper preset, if available)")
+    add("--device", help="cpu or cuda (default: cuda for gpu and paper, if available)")
     add("--seeds", type=int, help="number of seeds (default: the preset's)")
     add("--first-seed", type=int, default=0, help="first seed")
     add("--members", type=int, nargs="+", help="only these numbers of members")
@@ -102,13 +102,14 @@ def run_experiments(options: Namespace) -> int:
     if options.data is not None:
         # Workers read the same variable.
         os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())
+    setting = _make_setting(options)
     workers = options.workers
     if workers is None:
-        workers = os.cpu_count() or 1
+        workers = _default_workers(setting)
     run = Run(
-        setting=_make_setting(options),
+        setting=setting,
         out=options.out,
-        engine=_make_engine(options, workers),
+        engine=_make_engine(options, workers, setting.device.startswith("cuda")),
         workers=max(1, workers),
         retry_failed=options.retry_failed,
         console=Console(highlight=False, soft_wrap=True),
@@ -116,6 +117,12 @@ def run_experiments(options: Namespace) -> int:
     # All sweeps are checked before the first one runs.
     sweeps = {name: _select_cells(options, name, run.setting) for name in names}
     _check_axes(options.only, sweeps)
+    without_rates = options.preset == "cpu" and not setting.rates
+    if without_rates and options.name not in ("compare", *TUNINGS):
+        run.console.print(
+            "The learning rates of this preset are not recorded yet: all families use "
+            f"{setting.lr:g}. Run `tuning` and `record` first."
+        )
     failures = 0
     for name, cells in sweeps.items():
         if options.dry_run:
@@ -131,8 +138,8 @@ def _check_options(options: Namespace) -> list[str]:
         raise ValueError(
             f"give either the NAME of an experiment or --all. Experiments: {', '.join(NAMES)}."
         )
-    if options.name is not None and options.name not in NAMES:
-        matches = get_close_matches(options.name, NAMES, n=1)
+    if options.name is not None and options.name not in (*NAMES, *TUNINGS):
+        matches = get_close_matches(options.name, (*NAMES, *TUNINGS), n=1)
         hint = f" Did you mean {matches[0]!r}?" if matches else ""
         raise ValueError(f"unknown experiment {options.name!r}.{hint}")
     for name, minimum in MINIMA.items():
@@ -141,6 +148,7 @@ def _check_options(options: Namespace) -> list[str]:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}.")
     if options.engine == "ray" and options.workers == 0:
         raise ValueError("--workers 0 needs the local engine; with Ray it must be at least 1.")
+    _check_folders(options)
     for item in options.only:
         if "=" not in item:
             raise ValueError(f"--only needs AXIS=VALUE, for example p=0,0.9, got {item!r}.")
@@ -149,13 +157,25 @@ def _check_options(options: Namespace) -> list[str]:
     return [options.name]
 
 
+def _check_folders(options: Namespace) -> None:
+    """Raise if the results would be written to a file, or among the data."""
+    out = options.out
+    for place in (out, *out.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"--out must be a folder, got {out}, but {place} is a file.")
+    data = options.data
+    if data is not None and out.exists() and data.exists() and os.path.samefile(out, data):
+        raise ValueError(f"--out must be another folder than --data, got {out} for both.")
+
+
 def _make_setting(options: Namespace) -> Setting:
-    setting = PRESETS[options.preset]
+    presets = UNTUNED if options.name == "tuning" else PRESETS
+    setting = presets[options.preset]
     if options.epochs is not None:
         setting = replace(setting, epochs=options.epochs)
     device = options.device
     if device is None:
-        use_cuda = options.preset == "paper" and torch.cuda.is_available()
+        use_cuda = options.preset in ("gpu", "paper") and torch.cuda.is_available()
         device = "cuda" if use_cuda else "cpu"
     setting = replace(setting, device=device)
     if options.download and setting.data == "cifar100":
@@ -166,7 +186,14 @@ def _make_setting(options: Namespace) -> Setting:
         raise ValueError(f"{error} Use --data DIR or --download.") from None
 
 
-def _make_engine(options: Namespace, workers: int) -> Engine:
+def _default_workers(setting: Setting) -> int:
+    """Return one worker per GPU, or one per core."""
+    if setting.device.startswith("cuda"):
+        return max(1, torch.cuda.device_count())
+    return os.cpu_count() or 1
+
+
+def _make_engine(options: Namespace, workers: int, on_gpu: bool) -> Engine:
     if options.engine == "ray":
         return partial(
             engines.ray,
@@ -176,7 +203,8 @@ def _make_engine(options: Namespace, workers: int) -> Engine:
         )
     if workers == 0:
         return engines.inline
-    return partial(engines.local, workers=workers)
+    gpus = engines.visible_gpus() if on_gpu else []
+    return partial(engines.local, workers=workers, gpus=gpus)
 
 
 def _select_cells(options: Namespace, name: str, setting: Setting) -> list[Cell]:
@@ -318,6 +346,6 @@ def estimate(run: Run, name: str, cells: list[Cell]) -> None:
     run.console.print(
         f"{name} ({run.setting.preset}): {len(cells)} cells, {len(missing)} to measure; about "
         f"{min(durations):.3g} to {max(durations):.3g} s each (from a timed cell), "
-        f"{format_time(sum(remaining))} of work, {format_time(wall)} on {run.workers} workers "
-        "(hours:minutes:seconds)"
+        f"{sum(remaining) * run.setting.threads / 3600:.3g} core hours, "
+        f"{format_time(wall)} on {run.workers} workers (hours:minutes:seconds)"
     )

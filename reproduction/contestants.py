@@ -30,7 +30,7 @@ from reproduction.systems.loop import train as train_system
 from reproduction.systems.mimo import MIMO, member_orders
 from reproduction.systems.rank1 import Rank1
 from reproduction.systems.snapshots import fast_geometric_ensemble, snapshot_ensemble, swag
-from reproduction.training import batch_ensemble, run, train
+from reproduction.training import batch_ensemble, outputs_of, train
 
 ONE, WIDE, SEPARATE = "one network", "one wide network", "separate networks"
 FRESH = "MC dropout, fresh"
@@ -231,7 +231,7 @@ def predict_contestant(cell: Cell, name: str, contestant: nn.Module, inputs: Ten
         torch.manual_seed(cell.seed)
         if isinstance(contestant, EmbeddedEnsemble):
             draws = cell["members"] if name == FRESH else None
-            return run(contestant, inputs, draws=draws)
+            return outputs_of(contestant, inputs, draws=draws)
         contestant.eval()
         outputs = [contestant(batch) for batch in inputs.split(_BATCH)]
         return torch.cat(outputs, dim=1)

@@ -1,16 +1,19 @@
 """Figures as data: panels of curves, drawn by matplotlib or in a browser.
 
-``plot(table)`` of an experiment returns a :class:`Figure`. A panel's title says what to look at,
-its axes say what is drawn. A colour and a style have one meaning within a figure.
+``plot(table)`` of an experiment returns a :class:`Figure`. A panel's title states the result, its
+axes say what is drawn. A colour and a style have one meaning within a figure, so that one legend
+below the panels explains all of them. Markers differ as well, for readers who see no colours.
 """
 
 import io
+import math
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reproduction.rows import Frame
+from reproduction.rows import Frame, MissingCellsError
 from reproduction.storage import write_atomically
 
 BLUE, ORANGE, GREEN, RED, PURPLE = "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"
@@ -28,7 +31,14 @@ LABELS = {
 
 # Curves with more points get marks and error bars at some of them only.
 _DENSE = 20
-_SMALL_TEXT = {"ha": "right", "va": "top", "fontsize": 7}
+_MARKERS = "os^Dv<>pPX*h"
+# Sizes in inches and points: a picture of three panels is legible at the width of a README.
+_PANEL_SIZE = (3.5, 3.0)
+_MOST_COLUMNS = 3
+_FONT_SIZE = 10
+_TITLE_LETTERS = 44  # per line
+_PICTURE_LETTERS = 40  # per column and line of the picture's title
+_RESOLUTION = 150
 
 
 @dataclass(frozen=True)
@@ -57,16 +67,34 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A reference that no cell of the figure measures: a number of the paper, or guessing.
+
+    Attributes:
+        label: Legend entry.
+        x: Position of a vertical line.
+        y: Position of a horizontal line.
+        exponent: Exponent of a power law, drawn through the centre of a log-log panel.
+    """
+
+    label: str
+    x: float | None = None
+    y: float | None = None
+    exponent: float | None = None
+
+
+@dataclass(frozen=True)
 class Panel:
     """A pair of axes.
 
     Attributes:
-        title: What to look at.
+        title: The result, or what to look at.
         x_label: Label of the abscissa.
         y_label: Label of the ordinate.
         curves: The curves.
         x_log: Base of a logarithmic abscissa; 0 for a linear one.
         y_log: Base of a logarithmic ordinate; 0 for a linear one.
+        marks: References.
     """
 
     title: str
@@ -75,6 +103,7 @@ class Panel:
     curves: list[Curve]
     x_log: int = 0
     y_log: int = 0
+    marks: list[Mark] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -88,7 +117,7 @@ class Figure:
     """
 
     panels: list[Panel]
-    columns: int = 4
+    columns: int = 3
     title: str = ""
 
 
@@ -162,6 +191,7 @@ def panels(
     *,
     x_log: int = 2,
     y_log: int = 0,
+    marks: dict[str, list[Mark]] | None = None,
 ) -> list[Panel]:
     """Return a panel for each column.
 
@@ -171,14 +201,33 @@ def panels(
         x_label: Label of the abscissa.
         x_log: Base of a logarithmic abscissa; 0 for a linear one.
         y_log: Base of a logarithmic ordinate; 0 for a linear one.
+        marks: References by column.
 
     Returns:
         The panels.
     """
-    return [
-        Panel(title, x_label, label_of(column), draw_column(y=column), x_log, y_log)
-        for column, title in titles.items()
-    ]
+    marks_of_column = marks or {}
+    drawn = []
+    for column, title in titles.items():
+        column_curves = draw_column(y=column)
+        column_marks = marks_of_column.get(column, [])
+        drawn.append(
+            Panel(title, x_label, label_of(column), column_curves, x_log, y_log, column_marks)
+        )
+    return drawn
+
+
+def state(statement: Callable[[], str], otherwise: str) -> str:
+    """Return a title that states a result, or another one if the table lacks its cells.
+
+    Args:
+        statement: Computes the title from the table.
+        otherwise: Title without a result.
+    """
+    try:
+        return statement()
+    except (MissingCellsError, KeyError, ZeroDivisionError):
+        return otherwise
 
 
 def shades(values: Iterable[Any], colour_map: str = "viridis") -> dict[Any, str]:
@@ -194,7 +243,7 @@ def shades(values: Iterable[Any], colour_map: str = "viridis") -> dict[Any, str]
 
 
 def draw(figure: Figure, path: str | Path) -> None:
-    """Draw a figure to a file.
+    """Draw a figure to a file, with one legend below its panels.
 
     Args:
         figure: The figure.
@@ -203,51 +252,120 @@ def draw(figure: Figure, path: str | Path) -> None:
     from matplotlib.figure import Figure as Canvas
 
     path = Path(path)
-    columns = max(1, min(figure.columns, len(figure.panels)))
+    columns = max(1, min(figure.columns, len(figure.panels), _MOST_COLUMNS))
     rows = max(1, -(-len(figure.panels) // columns))
-    canvas = Canvas(figsize=(4.2 * columns, 4.2 * rows), constrained_layout=True)
-    canvas.suptitle(figure.title, fontsize=12)
+    markers = _choose_markers(figure)
+    handles: dict[str, Any] = {}
+    legend_rows = _count_legend_rows(figure, columns)
+    size = (_PANEL_SIZE[0] * columns, _PANEL_SIZE[1] * rows + 0.22 * legend_rows + 0.4)
+    canvas = Canvas(figsize=size, layout="constrained")
+    canvas.suptitle(
+        textwrap.fill(figure.title, _PICTURE_LETTERS * columns), fontsize=_FONT_SIZE + 2
+    )
     for index, panel in enumerate(figure.panels):
-        _draw_panel(canvas.add_subplot(rows, columns, index + 1), panel)
+        axes = canvas.add_subplot(rows, columns, index + 1)
+        for label, handle in _draw_panel(axes, panel, markers).items():
+            handles.setdefault(label, handle)
+    if handles:
+        canvas.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=_count_legend_columns(handles, columns),
+            fontsize=_FONT_SIZE - 1,
+            handlelength=2.6,
+            columnspacing=1.2,
+            frameon=False,
+        )
     content = io.BytesIO()
-    canvas.savefig(content, dpi=110, format=path.suffix[1:] or "png")
+    canvas.savefig(content, dpi=_RESOLUTION, format=path.suffix[1:] or "png")
     write_atomically(path, content.getvalue())
 
 
-def _draw_panel(axes: Any, panel: Panel) -> None:
-    handles = {curve.label: _draw_curve(axes, curve) for curve in panel.curves}
-    axes.set_title(panel.title, fontsize=10)
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel(panel.y_label)
+def _legend_labels(figure: Figure) -> list[str]:
+    labels: dict[str, None] = {}
+    for panel in figure.panels:
+        for entry in (*panel.curves, *panel.marks):
+            labels.setdefault(entry.label)
+    return list(labels)
+
+
+def _count_legend_columns(labels: Iterable[str], columns: int) -> int:
+    """Return how many legend entries fit side by side."""
+    labels = list(labels)
+    longest = max(len(label) for label in labels)
+    entry_width = 0.55 + 0.075 * longest  # in inches, at the size of the legend's text
+    fitting = int(_PANEL_SIZE[0] * columns / entry_width)
+    return max(1, min(fitting, len(labels)))
+
+
+def _count_legend_rows(figure: Figure, columns: int) -> int:
+    labels = _legend_labels(figure)
+    if not labels:
+        return 0
+    return -(-len(labels) // _count_legend_columns(labels, columns))
+
+
+def _choose_markers(figure: Figure) -> dict[str, str]:
+    """Return a marker for each label."""
+    return {
+        label: _MARKERS[index % len(_MARKERS)] for index, label in enumerate(_legend_labels(figure))
+    }
+
+
+def _draw_panel(axes: Any, panel: Panel, markers: dict[str, str]) -> dict[str, Any]:
+    """Draw a panel; return legend handles by label."""
+    handles = {}
+    for curve in panel.curves:
+        handles[curve.label] = _draw_curve(axes, curve, markers[curve.label])
     _set_scales(axes, panel)
+    for mark in panel.marks:
+        handles[mark.label] = _draw_mark(axes, panel, mark)
+    for curve in panel.curves:
+        if curve.ends:
+            (cross,) = axes.plot(
+                curve.x[-1:], curve.y[-1:], marker="x", ms=9, linestyle="", color=curve.colour
+            )
+            handles.setdefault(curve.ends, cross)
+    axes.set_title(textwrap.fill(panel.title, _TITLE_LETTERS), fontsize=_FONT_SIZE)
+    axes.set_xlabel(_x_label(panel), fontsize=_FONT_SIZE)
+    axes.set_ylabel(panel.y_label, fontsize=_FONT_SIZE)
+    axes.tick_params(labelsize=_FONT_SIZE - 1)
     axes.grid(alpha=0.3)
-    # One annotation per reason, at the last curve that has it.
-    last_curves = {curve.ends: curve for curve in panel.curves if curve.ends}
-    for reason, curve in last_curves.items():
-        axes.annotate(
-            reason,
-            (curve.x[-1], curve.y[-1]),
-            (5, -8),
-            textcoords="offset points",
-            fontsize=7,
-            color=curve.colour,
-        )
-    if handles:
-        longest = max(len(label) for label in handles)
-        columns_that_fit = int(440 / (34 + 4.3 * longest))
-        axes.legend(
-            handles.values(),
-            handles.keys(),
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.16),
-            ncols=min(columns_that_fit, 4),
-            fontsize=7,
-            handlelength=2.8,
-            columnspacing=1.0,
-        )
+    return handles
 
 
-def _draw_curve(axes: Any, curve: Curve) -> Any:
+def _x_label(panel: Panel) -> str:
+    """Return the label of the abscissa, with the names of numbered points below it."""
+    lines = [panel.x_label]
+    for curve in panel.curves:
+        if curve.names and curve.style != "points":
+            names = [f"{number} {name}" for number, name in enumerate(curve.names, 1)]
+            lines.append(textwrap.fill(", ".join(names), _TITLE_LETTERS))
+    return "\n".join(lines)
+
+
+def _draw_mark(axes: Any, panel: Panel, mark: Mark) -> Any:
+    """Draw a reference; return its legend handle."""
+    style = {"color": "#444444", "linestyle": ":", "lw": 1.6, "zorder": 1}
+    if mark.x is not None:
+        return axes.axvline(mark.x, **style)
+    if mark.y is not None:
+        return axes.axhline(mark.y, **style)
+    assert mark.exponent is not None
+    points = []
+    for curve in panel.curves:
+        points += [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if x > 0 and y > 0]
+    log_xs = [math.log(x) for x, _ in points]
+    centre_x = sum(log_xs) / len(points)
+    centre_y = sum(math.log(y) for _, y in points) / len(points)
+    ends = (min(log_xs), max(log_xs))
+    ys = [math.exp(centre_y + mark.exponent * (x - centre_x)) for x in ends]
+    (line,) = axes.plot([math.exp(x) for x in ends], ys, **style)
+    return line
+
+
+def _draw_curve(axes: Any, curve: Curve, marker: str) -> Any:
     """Draw a curve; return its legend handle."""
     if curve.style == "bars":
         gaps = [after - before for before, after in zip(curve.x, curve.x[1:], strict=False)]
@@ -257,17 +375,15 @@ def _draw_curve(axes: Any, curve: Curve) -> Any:
     if curve.style != "points":
         every = 1 + len(curve.x) // _DENSE
         if curve.names:
-            _name_points(axes, curve)
-    if curve.ends:
-        axes.plot(curve.x[-1:], curve.y[-1:], marker="x", ms=8, color=curve.colour)
+            _number_points(axes, curve)
     return axes.errorbar(
         curve.x,
         curve.y,
         curve.error if any(curve.error) else None,
         color=curve.colour,
         linestyle={"line": "-", "dash": "--", "points": ""}[curve.style],
-        marker="o",
-        ms=3.5,
+        marker=marker,
+        ms=4,
         capsize=2,
         lw=1.4,
         elinewidth=0.8,
@@ -276,12 +392,12 @@ def _draw_curve(axes: Any, curve: Curve) -> Any:
     )
 
 
-def _name_points(axes: Any, curve: Curve) -> None:
-    """Number the points of a curve and list their names."""
-    names = [f"{number} {name}" for number, name in enumerate(curve.names, 1)]
-    axes.text(0.97, 0.97, "\n".join(names), transform=axes.transAxes, **_SMALL_TEXT)
+def _number_points(axes: Any, curve: Curve) -> None:
+    """Number the points of a curve; the label of the abscissa has their names."""
     for number, point in enumerate(zip(curve.x, curve.y, strict=True), 1):
-        axes.annotate(str(number), point, (-3, -3), textcoords="offset points", **_SMALL_TEXT)
+        axes.annotate(
+            str(number), point, (4, 3), textcoords="offset points", fontsize=_FONT_SIZE - 1
+        )
 
 
 def _set_scales(axes: Any, panel: Panel) -> None:

@@ -1,53 +1,119 @@
-"""Atomic writes and checksums for result files."""
+"""Checksums of result files, and files that appear together."""
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from embens.files import check_output, sync_names, write_atomically
+
+__all__ = [
+    "DamagedFileError",
+    "check_distinct",
+    "check_output",
+    "checksum",
+    "finish_writing",
+    "newest",
+    "seal",
+    "unseal",
+    "write_atomically",
+    "write_together",
+]
+
+PENDING = ".summary"
+"""Folder of complete files that are not in their place yet."""
 
 
 class DamagedFileError(ValueError):
     """A file whose content does not match its checksum or format."""
 
 
-def write_atomically(path: str | Path, content: str | bytes | Callable[[Path], object]) -> None:
-    """Write a file or folder so that readers see either the old or the new version.
+def write_together(
+    folder: Path, contents: Mapping[str, str | bytes | Callable[[Path], object]]
+) -> None:
+    """Write files to a folder so that readers see all of the old or all of the new ones.
 
-    The content is written under a temporary name in the same folder, synced to disk, and renamed.
-    If writing fails, the old file stays and the temporary one is removed. One process may write a
-    path at a time; a temporary file left by a killed process is overwritten by the next write.
+    The files are completed in a hidden folder, which then gets its final name: from here on
+    :func:`newest` finds them there. If the process ends before all of them have moved to their
+    places, :func:`finish_writing` moves the rest. If writing fails, the old files stay.
 
     Args:
-        path: The file or folder. A folder must not exist yet.
-        content: Text, bytes, or a function that creates a file or folder at the path it gets.
+        folder: The folder.
+        contents: Contents of the files by name: text, bytes, or a function that writes a file.
 
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> write_atomically(folder / "a.txt", "text")
-        >>> [file.name for file in folder.iterdir()]
-        ['a.txt']
+        >>> write_together(folder, {"a.txt": "a", "b.txt": "b"})
+        >>> sorted(path.name for path in folder.iterdir())
+        ['a.txt', 'b.txt']
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.part")
-    _remove(temporary)
-    try:
-        if callable(content):
-            content(temporary)
-        elif isinstance(content, str):
-            temporary.write_bytes(content.encode())
-        else:
-            temporary.write_bytes(content)
-        for written in (*temporary.rglob("*"), temporary):
-            _sync(written)
-        os.replace(temporary, path)
-    except BaseException:
-        _remove(temporary)
-        raise
-    _sync(path.parent)
+    finish_writing(folder)
+    for name in contents:
+        check_output(folder / name)
+
+    def fill(place: Path) -> None:
+        place.mkdir()
+        for name, content in contents.items():
+            if callable(content):
+                content(place / name)
+            elif isinstance(content, str):
+                (place / name).write_bytes(content.encode())
+            else:
+                (place / name).write_bytes(content)
+
+    write_atomically(folder / PENDING, fill)
+    finish_writing(folder)
+
+
+def finish_writing(folder: Path) -> None:
+    """Move files to their places that an interrupted :func:`write_together` completed.
+
+    Args:
+        folder: The folder.
+    """
+    pending = folder / PENDING
+    if not pending.is_dir():
+        return
+    for path in pending.iterdir():
+        os.replace(path, folder / path.name)
+    pending.rmdir()
+    sync_names(folder)
+
+
+def newest(folder: Path, name: str) -> Path:
+    """Return the path of a file of :func:`write_together`, which may not be in its place yet.
+
+    Args:
+        folder: The folder.
+        name: The name of the file.
+    """
+    pending = folder / PENDING / name
+    if pending.exists():
+        return pending
+    return folder / name
+
+
+def check_distinct(path: Path, inputs: Iterable[Path]) -> None:
+    """Raise if a file to write is one of the files that are read, also through a link.
+
+    Args:
+        path: The file to write.
+        inputs: The files that are read.
+
+    Raises:
+        shutil.SameFileError: If they are the same file.
+    """
+    if not path.exists():
+        return
+    for source in inputs:
+        if source.exists() and os.path.samefile(path, source):
+            raise shutil.SameFileError(
+                f"{path} is an input ({source}) and would be overwritten. Choose another path."
+            )
 
 
 def checksum(text: str) -> str:
@@ -79,22 +145,3 @@ def unseal(name: str, sealed: dict[str, Any]) -> dict[str, Any]:
     if checksum(json.dumps(record)) != sealed.get("sha256"):
         raise DamagedFileError(f"{name} is damaged: its checksum does not match its content.")
     return record
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    # Windows cannot open folders, so only files are synced there.
-    if path.is_dir() and os.name != "posix":
-        return
-    flags = os.O_RDWR if path.is_file() else os.O_RDONLY
-    handle = os.open(path, flags)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

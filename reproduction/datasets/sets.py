@@ -22,7 +22,8 @@ from torch.nn.functional import adaptive_avg_pool2d
 from reproduction.datasets.download import fetch, unpack
 
 CIFAR100_URL = "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"
-CIFAR100_MD5 = "03b5dce01913d631647c71ecec9e9cb8"
+CIFAR100_SHA256 = "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"
+CIFAR100_SIZE = 168_513_733  # bytes of the archive
 CIFAR100_FOLDER = "cifar-100-binary"
 CIFAR100_FILES = ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt")
 CIFAR100_CLASSES = {"coarse": 20, "fine": 100}
@@ -270,7 +271,12 @@ def _find_cifar100(root: str | Path | None, download: bool) -> Path:
     # Concurrent processes wait here; the first one downloads.
     with FileLock(root / f".{CIFAR100_FOLDER}.lock"):
         if not _has_records(folder):
-            archive = fetch(CIFAR100_URL, root / f"{CIFAR100_FOLDER}.tar.gz", md5=CIFAR100_MD5)
+            archive = fetch(
+                CIFAR100_URL,
+                root / f"{CIFAR100_FOLDER}.tar.gz",
+                sha256=CIFAR100_SHA256,
+                size=CIFAR100_SIZE,
+            )
             unpack(archive, folder, CIFAR100_FILES)
     return folder
 

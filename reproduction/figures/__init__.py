@@ -1,4 +1,4 @@
-"""Experiments: one module for each figure of the paper, and four beyond the paper.
+"""Experiments: one module for each figure of the paper, and five beyond the paper.
 
 An experiment is a module with
 
@@ -9,8 +9,9 @@ An experiment is a module with
 * ``CLAIMS``, the claims that are tested on the table;
 * ``plot(table)``, which returns the figure.
 
-It may have ``SEEDS`` (number of seeds by preset), ``QUICK`` (changes of the quick preset's setting)
-and ``estimate_cost(cell)``. A new experiment is a module here, its name in ``NAMES``, and a test
+It may have ``SEEDS`` (number of seeds by preset), ``CHANGES`` (of the setting, by preset),
+``POOLED`` (whether intervals pool the residuals of all cells, :mod:`reproduction.claims`) and
+``estimate_cost(cell)``. A new experiment is a module here, its name in ``NAMES``, and a test
 file with a made-up table.
 """
 
@@ -31,6 +32,7 @@ NAMES = (
     "gain",
     "richness",
     "compare",
+    "systems",
     "laws",
 )
 """Names in the order of the paper; the module of ``lld-rates`` is ``lld_rates``."""

@@ -28,9 +28,11 @@ from reproduction.drawing import (
     Figure,
     curves,
     panels,
+    state,
 )
-from reproduction.grid.cells import MEMBERS, Cell, Row, sweep
-from reproduction.grid.settings import load_data
+from reproduction.grid import cells
+from reproduction.grid.cells import Cell, Row, sweep
+from reproduction.grid.settings import MODULATIONS, load_data
 from reproduction.rows import Frame, Rows, where
 from reproduction.training import train
 
@@ -49,6 +51,8 @@ VARIANTS = {
 }
 """Variants with the paper's colours."""
 
+MEMBERS = {**cells.MEMBERS, "cpu": (1, 4, 16)}
+POOLED = True
 SWEEP = [sweep(variant=list(VARIANTS), members=MEMBERS), baselines.sweep(1.0)]
 
 
@@ -72,7 +76,9 @@ def measure(cell: Cell) -> Row:
     inputs, targets = load_data(cell.setting).train
     ratio = gradient_ratio(ensemble, inputs[:128], targets[:128])
     gamma = 1.0 if cell["variant"] == UNSCALED else None
-    modulation_lr = 5 * cell.setting.lr if cell["variant"] == FAST else None
+    modulation_lr = None
+    if cell["variant"] == FAST:
+        modulation_lr = 5 * cell.setting.rate_of(MODULATIONS)
     training = train(cell, ensemble, gamma=gamma, modulation_lr=modulation_lr)
     return {**training.evaluate(), "gradient_ratio": ratio}
 
@@ -113,6 +119,13 @@ def compared(
         below=below,
         paper=paper,
     )
+
+
+def extreme(rows: Rows, column: str, position: int) -> str:
+    """Return the variant with the smallest (0) or largest (−1) mean of a column, M ≥ 4."""
+    several = rows.between("members", 4).where(variant=list(VARIANTS))
+    means = several.frame.groupby("variant")[column].mean().sort_values()
+    return str(means.index[position])
 
 
 MORE_DEPENDENT = "more dependent models: larger correlation and smaller accuracy"
@@ -171,10 +184,24 @@ CLAIMS = [
 def plot(table: Frame) -> Figure:
     """Return accuracy and correlation, as in the paper, and the members' accuracies."""
     draw = partial(curves, table, "members", by="variant", colours=VARIANTS)
+    rows = Rows(table)
     titles = {
-        "accuracy": "which change costs accuracy?",
-        "correlation": "which change makes members alike?",
-        "member_accuracy": "what M costs a member",
-        "member_train_accuracy": "do members still fit the training data?",
+        "accuracy": state(
+            lambda: (
+                f"most accurate: {extreme(rows, 'accuracy', -1)}; "
+                f"least: {extreme(rows, 'accuracy', 0)}"
+            ),
+            "ensemble accuracy",
+        ),
+        "correlation": state(
+            lambda: f"most correlated: {extreme(rows, 'correlation', -1)}", "correlation"
+        ),
+        "member_accuracy": state(
+            lambda: f"best members: {extreme(rows, 'member_accuracy', -1)}", "member accuracy"
+        ),
+        "member_train_accuracy": state(
+            lambda: f"best fit: {extreme(rows, 'member_train_accuracy', -1)}",
+            "member accuracy in training",
+        ),
     }
     return Figure(panels(baselines.with_lines(draw, table), titles))

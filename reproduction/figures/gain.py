@@ -17,6 +17,7 @@ from reproduction.baselines import baseline_rows, ensemble_rows
 from reproduction.claims import Claim, difference
 from reproduction.drawing import GREY, Figure, Panel, curves, panels, shades
 from reproduction.grid.cells import Cell, Row, sweep
+from reproduction.grid.settings import SIGNS, of_preset
 from reproduction.rows import Frame, Rows, where
 from reproduction.training import train
 
@@ -26,8 +27,9 @@ WIDTH = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
 RATE = {"quick": 4.0, "cpu": 1.0, "paper": 1.0}
 """Learning rate relative to the setting's."""
 SEEDS = {"quick": 15, "cpu": 5, "paper": 3}
-QUICK = {"train": 500, "lr": 0.012}
+CHANGES = {"quick": {"train": 500, "lr": 0.012}}
 
+POOLED = True
 SWEEP = [sweep(p=SHIFTS, members=MEMBERS, width=WIDTH), baselines.sweep(WIDTH)]
 
 
@@ -35,7 +37,7 @@ def measure(cell: Cell) -> Row:
     """Train one ensemble and score it."""
     law = laws.Signs(cell["p"])
     ensemble = cell.build_ensemble(embed, pre=law, post=law)
-    lr = RATE[cell.setting.preset] * cell.setting.lr
+    lr = of_preset(RATE, cell.setting.preset) * cell.setting.rate_of(SIGNS)
     return train(cell, ensemble, lr=lr, gamma=ensemble.natural_gamma).evaluate()
 
 

@@ -9,6 +9,7 @@ in inner layers and −1 for cos², because the gradients of the first and the l
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ from reproduction.drawing import (
     RED,
     Curve,
     Figure,
+    Mark,
     Panel,
     curves,
+    state,
 )
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.grid.settings import load_data
@@ -38,20 +41,32 @@ PARTS = {"total": BLUE, "first": GREEN, "inner": RED, "last": PURPLE}
 
 WIDTHS = {
     "quick": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
-    "cpu": (0.5, 1.0, 2.0, 4.0, 8.0),
+    "cpu": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
     "paper": (0.125, 0.25, 0.5, 1.0, 2.0, 4.0),
 }
-SEEDS = {"quick": 30, "cpu": 10, "paper": 20}
+SEEDS = {"quick": 30, "cpu": 6, "gpu": 6, "paper": 20}
+SAMPLES = {"quick": 64, "cpu": 32, "paper": 64}
+# Nothing is trained, so that the paper's network and images take minutes on a CPU.
+PAPER_NETWORK = {
+    "labels": "fine",
+    "image": 32,
+    "train": 2000,
+    "test": 100,
+    "channels": (64, 128, 256, 512),
+    "parametrization": "xavier",
+    "weight_std": 1.0,
+}
+CHANGES = {"cpu": PAPER_NETWORK}
 
 SWEEP = [
-    sweep(kind=["centred", "shifted"], width=WIDTHS, members=8, samples=64),
-    sweep(kind="input and output", width=1.0, members=8, samples=64),
+    sweep(kind=["centred", "shifted"], width=WIDTHS, members=8, samples=SAMPLES),
+    sweep(kind="input and output", width=1.0, members=8, samples=SAMPLES),
 ]
 
 
 def estimate_cost(cell: Cell) -> float:
     """Return the rough cost of a cell; nothing is trained."""
-    return 1 + cell.width**2 / 16
+    return (1 + cell.width**2 * cell.setting.channels[0]) * cell["samples"]
 
 
 def draw_samples(cell: Cell, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -72,10 +87,12 @@ def measure(cell: Cell) -> list[Row]:
         generator=generator,
     )
     x, y = draw_samples(cell, generator)
-    norms = gradient_norms(ensemble, x, y).total
-    layers: list[Tensor] = list(gradient_cosines(ensemble, x, y, by_layer=True).values())  # type: ignore
+    layer_norms = gradient_norms(ensemble, x, y)
+    norms = layer_norms.total
+    by_layer: dict[str, Tensor] = gradient_cosines(ensemble, x, y, by_layer=True)  # type: ignore
+    layers = list(by_layer.values())
     matrices_of_part = {
-        "total": [gradient_cosines(ensemble, x, y)],
+        "total": [total_cosines(by_layer, dict(layer_norms))],
         "first": layers[:1],
         "inner": layers[1:-1],
         "last": layers[-1:],
@@ -90,6 +107,24 @@ def measure(cell: Cell) -> list[Row]:
             row[f"cos2_{part}"] = float(cosines.square().mean())
         rows.append(row)
     return rows
+
+
+def total_cosines(cosines: dict[str, Tensor], norms: dict[str, Tensor]) -> Tensor:
+    """Return the cosines of whole gradients from those of the layers.
+
+    Args:
+        cosines: Cosines ``(member, member)`` by layer.
+        norms: Norms ``(member,)`` by layer.
+
+    Returns:
+        Cosines ``(member, member)``.
+    """
+    parts = []
+    for name, matrix in cosines.items():
+        parts.append(matrix * torch.outer(norms[name], norms[name]))
+    products = torch.stack(parts).sum(0)
+    lengths = products.diagonal().sqrt()
+    return products / torch.outer(lengths, lengths)
 
 
 def decades_of_norms(rows: Rows, kind: str) -> float:
@@ -183,19 +218,34 @@ def plot(table: Frame) -> Figure:
     ]
     drawn = [
         Panel(
-            "wider with inputs and outputs modulated?",
+            state(
+                lambda: f"inputs and outputs add {increase_of_spread(Rows(table)):.1f} decades",
+                "gradient norms",
+            ),
             "log10 of the gradient's norm, width 1",
             "fraction of members",
             histograms,
         )
     ]
-    for kind, text in (("centred", "falls with width"), ("shifted", "constant?")):
+    for kind in ("centred", "shifted"):
+        exponent = state(partial(exponent_text, Rows(table), kind), "|cos| against width")
         rows = table[table["kind"] == kind].rename(columns={f"cos_{part}": part for part in PARTS})
         rows = rows.melt(["width", "seed"], list(PARTS), "part", "cos")
         by_part = curves(rows, "width", "cos", by="part", colours=PARTS)
-        title = f"{kind}: |cos| {text}"
-        drawn.append(Panel(title, "relative width", "mean |cos|", by_part, x_log=10, y_log=10))
+        marks = []
+        if kind == "centred":
+            marks = [Mark("paper: 1/width", exponent=-1.0)]
+        title = f"{kind}: {exponent}"
+        drawn.append(Panel(title, "relative width", "mean |cos|", by_part, 10, 10, marks))
     return Figure(drawn, columns=3)
+
+
+def exponent_text(rows: Rows, kind: str) -> str:
+    """Return the exponents of |cos| in the width, in total and in inner layers, as a text."""
+    selected = rows.where(kind=kind)
+    total = selected.slope("width", "cos_total", log_y=True)
+    inner = selected.slope("width", "cos_inner", log_y=True)
+    return f"|cos| ∝ width^{total:.2f}, inner layers {inner:.2f}"
 
 
 def _histogram(table: Frame, kind: str, colour: str) -> Curve:

@@ -21,9 +21,9 @@ from reproduction.baselines import baseline_rows
 from reproduction.claims import Claim, difference
 from reproduction.drawing import BLACK, BROWN, GREY, Curve, Figure, curves, panels, shades
 from reproduction.grid.cells import Cell, Row, sweep
-from reproduction.grid.settings import load_data
+from reproduction.grid.settings import MODULATIONS, load_data, of_preset
 from reproduction.rows import Frame, Rows, fit_slope, where
-from reproduction.training import disagreement, run, train
+from reproduction.training import disagreement, outputs_of, train
 
 MEAN = math.sqrt(0.5)
 CENTRED = {
@@ -48,8 +48,9 @@ WIDTHS = {"quick": (2.0, 4.0, 8.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.5, 1.0, 
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 8}
 ONE_SIDED = {"quick": list(CENTRED), "cpu": ["±1", "N(0, 1)"], "paper": ["±1", "N(0, 1)"]}
 """Laws that are also used for u or v alone."""
-QUICK = {"train": 500}  # all digits would be too easy
+CHANGES = {"quick": {"train": 500}}  # all digits would be too easy
 
+POOLED = True
 SWEEP = [
     sweep(law=(ONE, FASTER), sites="none", width=WIDTHS, members=1),
     sweep(law=ORDER, sites=BOTH, width=WIDTHS, members=MEMBERS),
@@ -91,11 +92,11 @@ def measure(cell: Cell) -> Row:
     """Train one ensemble and score it."""
     ensemble = build(cell)
     before_training = predictions(cell, ensemble)
-    lr = cell.setting.lr
+    lr = cell.setting.rate_of(MODULATIONS)
     if cell["law"] == FASTER:
-        lr *= MEMBERS[cell.setting.preset]
+        lr *= of_preset(MEMBERS, cell.setting.preset)
     training = train(cell, ensemble, lr=lr)
-    outputs = run(ensemble, training.data.test.inputs)
+    outputs = outputs_of(ensemble, training.data.test.inputs)
     return {**training.evaluate(), "disagreement": disagreement(outputs), **before_training}
 
 

@@ -11,9 +11,10 @@ from functools import partial
 from embens import last_layer_dropout, laws
 from reproduction import baselines
 from reproduction.claims import Claim, growth_of_best, slope
-from reproduction.drawing import Figure, curves, panels, shades
+from reproduction.drawing import Figure, curves, panels, shades, state
 from reproduction.grid import cells
-from reproduction.grid.cells import Cell, Row, sweep
+from reproduction.grid.cells import Cell, Row, sweep, training_cost
+from reproduction.grid.settings import LAST_LAYER
 from reproduction.rows import Frame, Rows, fit_slope, where
 from reproduction.training import train
 
@@ -25,13 +26,19 @@ SHIFTS = {
 WIDTHS = (0.5, 1.0, 2.0)
 MEMBERS = {**cells.MEMBERS, "cpu": (1, 2, 5, 10, 20, 40), "paper": (1, 2, 5, 10, 20, 30, 50)}
 
+POOLED = True
 SWEEP = [sweep(p=SHIFTS, width=WIDTHS, members=MEMBERS), baselines.sweep(WIDTHS)]
+
+
+def estimate_cost(cell: Cell) -> float:
+    """Return the rough cost of a cell; its members share all layers but the last."""
+    return training_cost(cell.with_values(members=1 + cell["members"] / 20))
 
 
 def measure(cell: Cell) -> Row:
     """Train one ensemble and score it."""
     ensemble = cell.build_ensemble(last_layer_dropout, law=laws.Shifted(cell["p"]))
-    return train(cell, ensemble).evaluate()
+    return train(cell, ensemble, family=LAST_LAYER).evaluate()
 
 
 centred = where(p=0.0)
@@ -127,15 +134,33 @@ CLAIMS = [
 ]
 
 
+def titles_of_width(rows: Rows, width: float) -> dict[str, str]:
+    """Return the titles of the panels of one width, with its results."""
+
+    def accuracy() -> str:
+        low, high = (rows.where(p=p).best("members") for p in (0.0, 0.9))
+        return f"width ×{width:g}: best M={low:g} at p=0, {high:g} at p=0.9"
+
+    def members() -> str:
+        low, high = (100 * rows.where(p=p).slope("members", "member_accuracy") for p in (0.0, 0.9))
+        return f"width ×{width:g}: members {low:+.1f} % per doubling at p=0, {high:+.1f} % at 0.9"
+
+    def correlation() -> str:
+        low, high = (rows.where(p=p).mean("correlation") for p in (0.0, 0.9))
+        return f"width ×{width:g}: correlation {low:.2f} at p=0, {high:.2f} at p=0.9"
+
+    return {
+        "accuracy": state(accuracy, f"width ×{width:g}: ensemble accuracy"),
+        "member_accuracy": state(members, f"width ×{width:g}: member accuracy"),
+        "correlation": state(correlation, f"width ×{width:g}: correlation"),
+    }
+
+
 def plot(table: Frame) -> Figure:
     """Return a row of panels for each width."""
     draw = partial(curves, x="members", by="p", label="p={}", colours=shades(table["p"].dropna()))
     drawn = []
     for width, rows in table.groupby("width"):
-        titles = {
-            "accuracy": f"width ×{width:g}: a best M at small p?",
-            "member_accuracy": f"width ×{width:g}: what M costs a member",
-            "correlation": f"width ×{width:g}: members alike at large p",
-        }
+        titles = titles_of_width(Rows(rows), width)
         drawn += panels(baselines.with_lines(partial(draw, rows), rows, width), titles)
     return Figure(drawn, columns=3)

@@ -21,12 +21,14 @@ from reproduction.drawing import (
     PURPLE,
     RED,
     Figure,
+    Mark,
     Panel,
     curves,
     panels,
+    state,
 )
-from reproduction.grid.cells import Cell, Row, sweep
-from reproduction.grid.settings import PRESETS
+from reproduction.grid.cells import Cell, Row, sweep, training_cost
+from reproduction.grid.settings import LAST_LAYER, MODULATIONS, PRESETS
 from reproduction.rows import Frame, MissingCellsError, Rows
 from reproduction.training import train
 
@@ -46,10 +48,10 @@ CHOICES = {
 ALL_RATES = [round(10 ** (k / 3), 6) for k in range(-9, 4)]
 SWEPT_RATES = {"quick": ALL_RATES, "cpu": ALL_RATES[1:-1:2], "paper": ALL_RATES}
 RATES = {
-    preset: sorted({*rates, BASIC_RATE, PRESETS[preset].lr})
+    preset: sorted({*rates, BASIC_RATE, PRESETS[preset].rate_of(LAST_LAYER)})
     for preset, rates in SWEPT_RATES.items()
 }
-PRESET_RATES = {preset: setting.lr for preset, setting in PRESETS.items()}
+PRESET_RATES = {preset: setting.rate_of(MODULATIONS) for preset, setting in PRESETS.items()}
 MEMBERS = {
     "quick": (1, 2, 5, 10, 20, 49),
     "cpu": (1, 3, 10, 30),
@@ -57,11 +59,20 @@ MEMBERS = {
 }
 SEEDS = {"quick": 4, "cpu": 3, "paper": 3}
 
+POOLED = True
 SWEEP = [
     sweep(family="lld", members=MEMBERS, lr=RATES),
     sweep(family="all", members=MEMBERS, lr=PRESET_RATES),
     baselines.sweep(1.0),
 ]
+
+
+def estimate_cost(cell: Cell) -> float:
+    """Return the rough cost of a cell; members of last-layer dropout share all layers but one."""
+    networks = cell["members"]
+    if cell["family"] == "lld":
+        networks = 1 + networks / 20
+    return training_cost(cell.with_values(members=networks))
 
 
 def measure(cell: Cell) -> Row:
@@ -210,17 +221,35 @@ def plot(table: Frame) -> Figure:
     single_rates = chosen[chosen["members"] == 1].set_index("choice")["lr"]
     chosen = chosen.assign(scale=chosen["lr"] / chosen["choice"].map(single_rates))
     draw = partial(curves, chosen, "members", by="choice", colours=CHOICES, ends="diverges beyond")
+    best = Rows(chosen).where(choice=BEST_TEST)
     titles = {
-        "accuracy": "is there a best M at the best rate?",
-        "member_accuracy": "what M costs a member",
-        "member_train_accuracy": "do members still fit the training data?",
+        "accuracy": state(
+            lambda: f"at the best rate, M={best.best('members'):g} is best", "ensemble accuracy"
+        ),
+        "member_accuracy": state(
+            lambda: (
+                f"members {100 * best.slope('members', 'member_accuracy'):+.1f} % per doubling of M"
+            ),
+            "member accuracy",
+        ),
+        "member_train_accuracy": state(
+            lambda: (
+                f"train accuracy {100 * best.slope('members', 'member_train_accuracy'):+.1f} % "
+                "per doubling of M"
+            ),
+            "member accuracy in training",
+        ),
     }
-    drawn = panels(baselines.with_lines(draw, table), titles)
+    paper_best = {"accuracy": [Mark("paper: best M≈10", x=10.0)]}
+    drawn = panels(baselines.with_lines(draw, table), titles, marks=paper_best)
     all_layers = table[table["family"] == "all"]
     drawn[0].curves.extend(
         curves(all_layers, "members", "accuracy", label="all layers", colours=ORANGE)
     )
-    scale_panel = Panel(
-        "does the best γ stay near M?", "members M", "γ(M)/M", draw("scale"), x_log=2, y_log=10
+    largest = state(
+        lambda: f"γ/M differs from 1 by {3 ** largest_correction(Rows(table), BEST_TEST):.1f} ×",
+        "best γ relative to M",
     )
+    bounds = [Mark("paper: within a factor of 3", y=bound) for bound in (3.0, 1 / 3)]
+    scale_panel = Panel(largest, "members M", "γ(M)/M", draw("scale"), 2, 10, bounds)
     return Figure([*drawn, scale_panel])

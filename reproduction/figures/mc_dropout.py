@@ -15,14 +15,16 @@ import torch
 from embens import laws, mc_dropout, predict
 from reproduction import baselines
 from reproduction.claims import Claim, growth_of_best, rise_and_fall, slope
-from reproduction.drawing import Figure, curves, panels, shades
+from reproduction.drawing import Figure, curves, panels, shades, state
 from reproduction.grid.cells import MEMBERS, Cell, Row, sweep
+from reproduction.grid.settings import DROPOUT, of_preset
 from reproduction.rows import Frame, Rows, where
 from reproduction.training import score, train
 
 FRESH_SHIFTED, FRESH_CENTRED, FIXED = "fresh shifted", "fresh centred", "fixed centred"
 WIDTHS = (0.5, 1.0, 2.0)
 
+POOLED = True
 SWEEP = [
     sweep(kind=[FRESH_SHIFTED, FRESH_CENTRED], width=1.0, members=1),
     sweep(kind=FIXED, width=WIDTHS, members=MEMBERS),
@@ -35,10 +37,10 @@ def measure(cell: Cell) -> list[Row]:
     is_fresh = cell["kind"] != FIXED
     law = laws.Normal(1.0, 0.1) if cell["kind"] == FRESH_SHIFTED else laws.Normal()
     ensemble = cell.build_ensemble(mc_dropout, law=law, fresh=is_fresh)
-    training = train(cell, ensemble)
+    training = train(cell, ensemble, family=DROPOUT)
     inputs, target = training.data.test
     if is_fresh:
-        numbers_of_masks = MEMBERS[cell.setting.preset]
+        numbers_of_masks = of_preset(MEMBERS, cell.setting.preset)
         generator = torch.Generator().manual_seed(cell.seed + 1)
         prediction = predict(ensemble, inputs, members=max(numbers_of_masks), generator=generator)
     else:
@@ -144,30 +146,35 @@ CLAIMS = [
 ]
 
 
+def titles_of_kind(rows: Rows, kind: str) -> dict[str, str]:
+    """Return the titles of the panels of one kind of masks, with their results."""
+
+    def accuracy() -> str:
+        texts = []
+        for width, rows_of_width in rows.by("width"):
+            texts.append(f"{rows_of_width.best('masks'):g} (×{width:g})")
+        return f"{kind}: best M {', '.join(texts)}"
+
+    def members() -> str:
+        return f"{kind}: members {100 * rows.slope('masks', 'member_accuracy'):+.1f} % per doubling"
+
+    def correlation() -> str:
+        return f"{kind}: correlation {several(rows).mean('correlation'):.2f} (M ≥ 4)"
+
+    return {
+        "accuracy": state(accuracy, f"{kind}: ensemble accuracy"),
+        "member_accuracy": state(members, f"{kind}: member accuracy"),
+        "correlation": state(correlation, f"{kind}: correlation"),
+    }
+
+
 def plot(table: Frame) -> Figure:
     """Return a row of panels for each of the paper's three figures."""
     colours = shades([0.0, *table["width"]], "plasma")
-    titles_of_kind = {
-        FRESH_SHIFTED: {
-            "accuracy": "accuracy approaches a limit",
-            "member_accuracy": "members do not suffer",
-            "correlation": "members are alike",
-        },
-        FRESH_CENTRED: {
-            "accuracy": "is anything learned?",
-            "member_accuracy": "what a member learns",
-            "correlation": "do members differ?",
-        },
-        FIXED: {
-            "accuracy": "a best M for each width?",
-            "member_accuracy": "what M costs a member",
-            "correlation": "members differ",
-        },
-    }
     drawn = []
-    for kind, titles in titles_of_kind.items():
+    for kind in (FRESH_SHIFTED, FRESH_CENTRED, FIXED):
         rows = table[table["kind"] == kind]
         draw = partial(curves, rows, "masks", by="width", label="×{}", colours=colours)
-        titles = {column: f"{kind}: {title}" for column, title in titles.items()}
+        titles = titles_of_kind(Rows(rows), kind)
         drawn += panels(baselines.with_lines(draw, table), titles, "masks M")
     return Figure(drawn, columns=3)

@@ -4,9 +4,10 @@ Left, mean square of the target-class kernel between members relative to that wi
 measured (as in the paper) and in the limit; centre and right, weight of m other members in the
 change of a member's loss (nll) and target outputs.
 
-There are M = 15 members. The networks use the NTK parametrization, whose limit is finite, so that
-the first quantity can be normalised by the limit as well: the measured kernel within a member has
-heavy tails at small width, which flatten the paper's ratio.
+There are M = 15 members, in the parametrization of the preset (the paper's: Xavier). The NTK
+parametrization is measured as well, because its limit is finite: there the first quantity can be
+normalised by the limit. The measured kernel within a member has heavy tails at small width, which
+flatten the paper's ratio.
 """
 
 import math
@@ -19,8 +20,8 @@ from embens import EmbeddedEnsemble
 from embens.finite import ntk, ntk_ratio, other_members_weight
 from embens.theory import kernels
 from reproduction.claims import Claim, slope
-from reproduction.drawing import BLUE, RED, Figure, Panel, curves, shades
-from reproduction.figures.gradients import WIDTHS, draw_samples, estimate_cost
+from reproduction.drawing import BLUE, RED, Figure, Mark, Panel, curves, shades, state
+from reproduction.figures.gradients import PAPER_NETWORK, WIDTHS, draw_samples, estimate_cost
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.rows import Frame, Rows
 from reproduction.training import batch_ensemble
@@ -28,21 +29,38 @@ from reproduction.training import batch_ensemble
 __all__ = ["CLAIMS", "SWEEP", "estimate_cost", "measure", "plot"]
 
 SHIFTS = {"centred": 0.0, "shifted": math.sqrt(0.5)}
-SEEDS = {"quick": 10, "cpu": 6, "paper": 10}
+TRAINED, NTK = "of the preset", "ntk"
+"""Parametrizations."""
+SEEDS = {"quick": 10, "cpu": 6, "gpu": 6, "paper": 10}
+CHANGES = {"cpu": PAPER_NETWORK}
 SAMPLES = {"quick": 20, "cpu": 12, "paper": 16}
 OTHERS = (1, 2, 4, 7, 14)
-SWEEP = [sweep(kind=list(SHIFTS), width=WIDTHS, members=15, samples=SAMPLES)]
+SWEEP = [
+    sweep(
+        parametrization=(TRAINED, NTK),
+        kind=list(SHIFTS),
+        width=WIDTHS,
+        members=15,
+        samples=SAMPLES,
+    )
+]
 
 
 def measure(cell: Cell) -> list[Row]:
     """Return a row for each number of other members."""
-    setting = replace(cell.setting, parametrization="ntk", weight_std=math.sqrt(2))
-    network, generator = replace(cell, setting=setting).build_reference()
+    is_ntk = cell["parametrization"] == NTK
+    if is_ntk:
+        setting = replace(cell.setting, parametrization="ntk", weight_std=math.sqrt(2))
+        cell = replace(cell, setting=setting)
+    network, generator = cell.build_reference()
     ensemble = batch_ensemble(network, cell["members"], p=SHIFTS[cell["kind"]], generator=generator)
     x, y = draw_samples(cell, generator)
     target_kernel = ntk(ensemble, x, outputs="target", target=y)
     loss_kernel = ntk(ensemble, x, outputs="nll", target=y)
-    limit = target_kernel_limit(ensemble, x, y)
+    ratio_to_limit = math.nan
+    if is_ntk:
+        limit = target_kernel_limit(ensemble, x, y)
+        ratio_to_limit = float(ntk_ratio(target_kernel, same=limit))
     rows = []
     for others in OTHERS:
         if others >= cell["members"]:
@@ -50,7 +68,7 @@ def measure(cell: Cell) -> list[Row]:
         row = {
             "others": others,
             "ratio": float(ntk_ratio(target_kernel)),
-            "ratio_to_limit": float(ntk_ratio(target_kernel, same=limit)),
+            "ratio_to_limit": ratio_to_limit,
             "nll": float(other_members_weight(loss_kernel, others)),
             "target": float(other_members_weight(target_kernel, others)),
         }
@@ -77,7 +95,9 @@ def target_kernel_limit(ensemble: EmbeddedEnsemble, x: Tensor, y: Tensor) -> Ten
 
 def select_curve(rows: Rows, kind: str, x: str, y: str) -> Rows:
     """Return the rows of one curve against ``x``, at the extreme value of the other axis."""
-    rows = rows.where(kind=kind)
+    # Only the NTK parametrization has a limit.
+    parametrization = NTK if y == "ratio_to_limit" else TRAINED
+    rows = rows.where(parametrization=parametrization, kind=kind)
     if x == "others":
         return rows.last("width")
     if y.startswith("ratio"):
@@ -149,27 +169,48 @@ CLAIMS = [
 ]
 
 
+def exponent_text(rows: Rows) -> str:
+    """Return the exponents of the ratio in the width as a text."""
+    exponents = []
+    for kind in SHIFTS:
+        selected = select_curve(rows, kind, "width", "ratio")
+        exponents.append(selected.slope("width", "ratio", log_y=True))
+    return f"ratio ∝ width^{exponents[0]:.2f} if centred, {exponents[1]:.2f} if shifted"
+
+
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
+    # Tables of earlier runs have the NTK parametrization alone.
+    shown = TRAINED if (table["parametrization"] == TRAINED).any() else NTK
     ratios = []
     weights = {"nll": [], "target": []}
     for kind, colour, colour_map in (("centred", BLUE, "winter"), ("shifted", RED, "autumn")):
-        rows = table[table["kind"] == kind]
-        draw = partial(curves, rows[rows["others"] == 1], "width", colours=colour)
-        ratios += draw(y="ratio_to_limit", label=f"{kind}, by the limit")
-        ratios += draw(y="ratio", label=f"{kind}, by the measured kernel", style="dash")
+        rows = table[(table["kind"] == kind) & (table["parametrization"] == shown)]
+        with_limit = table[(table["kind"] == kind) & (table["parametrization"] == NTK)]
+        draw = partial(curves, x="width", colours=colour)
+        ratios += draw(
+            rows[rows["others"] == 1], y="ratio", label=f"{kind}, by the measured kernel"
+        )
+        ratios += draw(
+            with_limit[with_limit["others"] == 1],
+            y="ratio_to_limit",
+            label=f"{kind}, NTK parametrization, by the limit",
+            style="dash",
+        )
         colours = shades(rows["width"], colour_map)
         for column, drawn in weights.items():
             drawn += curves(
                 rows, "others", column, by="width", label=f"{kind} ×{{}}", colours=colours
             )
+    exponent = state(partial(exponent_text, Rows(table)), "cross over same")
     ratio_panel = Panel(
-        "centred: vanishes with width",
+        exponent,
         "relative width",
         "between over within, squares",
         ratios,
         x_log=10,
         y_log=10,
+        marks=[Mark("paper: 1/width", exponent=-1.0)],
     )
     drawn_panels = [ratio_panel]
     for column, quantity in (("nll", "loss"), ("target", "target output")):

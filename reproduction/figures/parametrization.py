@@ -15,6 +15,7 @@ from statistics import fmean
 from reproduction.claims import Claim, difference
 from reproduction.drawing import BLUE, LABELS, RED, Figure, Panel, curves
 from reproduction.grid.cells import Cell, Row, sweep
+from reproduction.grid.settings import MODULATIONS
 from reproduction.rows import Frame, MissingCellsError, Rows
 from reproduction.training import batch_ensemble, train
 
@@ -22,6 +23,7 @@ COLOURS = {"standard": BLUE, "ntk": RED}
 FACTORS = {"standard": (0.5, 1.0, 2.0), "ntk": (1.0, 4.0, 16.0, 64.0)}
 """Learning rates relative to the preset's."""
 MEMBERS = {"quick": 8, "cpu": 4, "paper": 7}
+POOLED = True
 SWEEP = [
     sweep(parametrization=name, factor=factors, members=MEMBERS)
     for name, factors in FACTORS.items()
@@ -30,7 +32,7 @@ SWEEP = [
 
 def measure(cell: Cell) -> list[Row]:
     """Train one ensemble; return a row for each epoch."""
-    preset_lr = cell.setting.lr
+    preset_lr = cell.setting.rate_of(MODULATIONS)
     lr = cell["factor"] * preset_lr
     if cell["parametrization"] == "ntk":
         setting = replace(cell.setting, parametrization="ntk", weight_std=math.sqrt(2))

@@ -25,9 +25,9 @@ from reproduction.claims import Claim
 from reproduction.datasets import DataSet
 from reproduction.drawing import Figure, Panel, curves, shades
 from reproduction.grid.cells import Cell, Row, sweep
-from reproduction.grid.settings import load_data
+from reproduction.grid.settings import load_data, of_preset
 from reproduction.rows import Frame, MissingCellsError, Rows
-from reproduction.training import disagreement, run, score
+from reproduction.training import disagreement, outputs_of, score
 
 SHIFTS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)
 WIDTHS = {"quick": (2.0, 4.0, 8.0), "cpu": (0.5, 1.0, 2.0), "paper": (0.25, 0.5, 1.0)}
@@ -35,7 +35,7 @@ SCALES = (0.5, 2.0, 8.0)
 LOSSES = (0.5, 0.1)
 """Training losses at which a run is measured."""
 KEYS = ["width", "scale", "loss"]
-QUICK = {"train": 500}  # all digits would leave too few errors to correlate
+CHANGES = {"quick": {"train": 500}}  # all digits would leave too few errors to correlate
 PATIENCE = 7  # the longest run, in multiples of the preset's epochs
 
 SWEEP = [
@@ -58,8 +58,8 @@ class ScaledEnsemble:
         self.ensemble = ensemble
         self.scale = scale
         self.data = data
-        self.initial_train = run(ensemble, data.train.inputs)
-        self.initial_test = run(ensemble, data.test.inputs)
+        self.initial_train = outputs_of(ensemble, data.train.inputs)
+        self.initial_test = outputs_of(ensemble, data.test.inputs)
         self.initial_features = features_of(ensemble, data.test.inputs)
         self.coupling = measured_coupling(ensemble, data.train.inputs[:12])
 
@@ -70,12 +70,14 @@ class ScaledEnsemble:
 
     def train_loss(self) -> float:
         """Return the mean training loss of the members."""
-        outputs = self.scale * (run(self.ensemble, self.data.train.inputs) - self.initial_train)
+        outputs = outputs_of(self.ensemble, self.data.train.inputs)
+        outputs = self.scale * (outputs - self.initial_train)
         return float(metrics.member_nll(outputs, self.data.train.targets).mean())
 
     def evaluate(self) -> Row:
         """Return the scores on test data, the initial coupling, and the change of features."""
-        outputs = self.scale * (run(self.ensemble, self.data.test.inputs) - self.initial_test)
+        outputs = outputs_of(self.ensemble, self.data.test.inputs)
+        outputs = self.scale * (outputs - self.initial_test)
         features = features_of(self.ensemble, self.data.test.inputs)
         return {
             **score(outputs, self.data.test.targets),
@@ -96,7 +98,7 @@ def measure(cell: Cell) -> list[Row]:
     else:
         ensemble = independent(network, cell["members"], generator=generator)
     scaled = ScaledEnsemble(ensemble, cell["scale"], data)
-    lr = setting.lr / cell["scale"] * WIDTHS[setting.preset][0] / cell.width
+    lr = setting.lr / cell["scale"] * of_preset(WIDTHS, setting.preset)[0] / cell.width
     groups = ensemble.parameter_groups(lr=lr, weight_decay=0.0, gamma=ensemble.natural_gamma)
     optimizer = torch.optim.SGD(groups, momentum=0.9)
 

@@ -1,8 +1,8 @@
 """Learning curves of members (fig:trajectories_log).
 
 Training loss (mean over members and over the steps of an epoch) against epochs, modulations
-N(0, 1); a curve for each M. Left γ=1, centre γ=M, right γ=M at 4× width; below, test accuracy of
-members.
+N(0, 1); a curve for each M. Left γ=1, centre γ=M, right γ=M at four times the width; below, test
+accuracy of members.
 
 In the independent regime a member of an infinitely wide ensemble learns as if it were alone, if
 γ = M. With γ = 1 it learns M times more slowly. At finite width the curves coincide at first, and
@@ -15,17 +15,23 @@ from statistics import fmean
 
 from embens import embed
 from reproduction.claims import Claim
-from reproduction.drawing import Figure, curves, panels, shades
-from reproduction.grid.cells import MEMBERS, Cell, Row, sweep
+from reproduction.drawing import Figure, curves, panels, shades, state
+from reproduction.grid import cells
+from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.rows import Frame, MissingCellsError, Rows, fit_slope
 from reproduction.training import scaled_gamma, train
 
-SCHEMES = (("1", 1.0), ("M", 1.0), ("M", 4.0))
-"""Pairs of γ and relative width."""
+NARROW = {"quick": 1.0, "cpu": 0.5, "paper": 1.0}
+WIDE = {"quick": 4.0, "cpu": 2.0, "paper": 4.0}
+MEMBERS = {**cells.MEMBERS, "cpu": (1, 4, 16)}
 APART = 0.2
 """Difference of log losses at which two curves count as separate."""
 
-SWEEP = [sweep(gamma=gamma, width=width, members=MEMBERS) for gamma, width in SCHEMES]
+POOLED = True
+SWEEP = [
+    sweep(gamma=("1", "M"), width=NARROW, members=MEMBERS),
+    sweep(gamma="M", width=WIDE, members=MEMBERS),
+]
 
 
 def measure(cell: Cell) -> list[Row]:
@@ -53,7 +59,11 @@ def slowdown(rows: Rows, gamma: str) -> float:
     The loss to reach is halfway between the first and the last loss of one network. Ensembles that
     do not reach it count with the last epoch.
     """
-    losses = losses_by_members(rows.where(gamma=gamma, width=1.0))
+    return exponent_of_time(losses_by_members(rows.where(gamma=gamma).first("width")))
+
+
+def exponent_of_time(losses: Frame) -> float:
+    """Return the exponent in M of the time to half of one network's improvement."""
     single = losses.loc[1]
     halfway_loss = (single.iloc[0] + single.iloc[-1]) / 2
     times = first_epochs(losses <= halfway_loss, losses.columns.max())
@@ -61,9 +71,9 @@ def slowdown(rows: Rows, gamma: str) -> float:
     return fit_slope(log_members, [math.log2(time) for time in times])
 
 
-def log_duration(rows: Rows, width: float) -> float:
+def log_duration(rows: Rows) -> float:
     """Return the mean log of the epoch at which curves separate from that of one network."""
-    losses = losses_by_members(rows.where(gamma="M", width=width))
+    losses = losses_by_members(rows)
     log_ratios = (losses.drop(index=1) / losses.loc[1]).map(math.log)
     separated = log_ratios.abs() > APART
     epochs = first_epochs(separated, separated.columns.max() + 1)
@@ -72,8 +82,11 @@ def log_duration(rows: Rows, width: float) -> float:
 
 def duration_ratio(rows: Rows) -> float:
     """Return the log of the ratio of durations, wide to narrow."""
-    wide = log_duration(rows, 4.0)
-    narrow = log_duration(rows, 1.0)
+    scaled = rows.where(gamma="M")
+    if scaled["width"].nunique() < 2:
+        raise MissingCellsError("two widths with γ=M")
+    wide = log_duration(scaled.last("width"))
+    narrow = log_duration(scaled.first("width"))
     never = math.log(rows["epoch"].max() + 1)
     if wide == narrow == never:
         raise MissingCellsError("enough epochs for the curves to separate")
@@ -109,16 +122,30 @@ CLAIMS = [
 ]
 
 
+def title_of_scheme(rows: Rows, column: str, scheme: str) -> str:
+    """Return the title of a panel, with the result of one scheme."""
+
+    def slowdown_text() -> str:
+        return f"{scheme}: time to learn ∝ M^{exponent_of_time(losses_by_members(rows)):.2f}"
+
+    def accuracy_text() -> str:
+        final = rows.last("epoch")
+        change = 100 * final.slope("members", "member_accuracy")
+        return f"{scheme}: in the end members change by {change:+.1f} % per doubling"
+
+    if column == "loss":
+        return state(slowdown_text, f"{scheme}: training loss")
+    return state(accuracy_text, f"{scheme}: member accuracy")
+
+
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels, and the same for test accuracy."""
     colours = shades(table["members"])
-    rows_of_panels = (
-        ("loss", 10, ("slower with M", "together at first?", "together for longer?")),
-        ("member_accuracy", 0, ("later with M", "as good at first?", "as good for longer?")),
-    )
+    narrow, wide = table["width"].min(), table["width"].max()
+    schemes = (("1", narrow), ("M", narrow), ("M", wide))
     drawn = []
-    for column, y_log, texts in rows_of_panels:
-        for (gamma, width), text in zip(SCHEMES, texts, strict=True):
+    for column, y_log in (("loss", 10), ("member_accuracy", 0)):
+        for gamma, width in schemes:
             selected = table[(table["gamma"] == gamma) & (table["width"] == width)]
             draw = partial(
                 curves,
@@ -129,6 +156,6 @@ def plot(table: Frame) -> Figure:
                 colours=colours,
                 ends="diverged",
             )
-            title = f"γ={gamma}, width ×{width:g}: {text}"
+            title = title_of_scheme(Rows(selected), column, f"γ={gamma}, width ×{width:g}")
             drawn += panels(draw, {column: title}, "epoch", x_log=10, y_log=y_log)
     return Figure(drawn, columns=3)

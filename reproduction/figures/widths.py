@@ -13,7 +13,7 @@ from embens import embed
 from reproduction import baselines
 from reproduction.baselines import baseline_rows, ensemble_rows
 from reproduction.claims import Claim, growth_of_best
-from reproduction.drawing import LABELS, Curve, Figure, Panel, curves, panels, shades
+from reproduction.drawing import LABELS, Curve, Figure, Panel, curves, panels, shades, state
 from reproduction.figures.transition import MEMBERS
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.rows import Frame, MissingCellsError, Rows
@@ -25,7 +25,15 @@ WIDTHS = {
     "paper": (0.25, 0.5, 1.0, 2.0, 4.0),
 }
 
-SWEEP = [sweep(width=WIDTHS, members=MEMBERS), baselines.sweep(WIDTHS)]
+MOST_MEMBERS = {"quick": (), "cpu": (32,), "paper": ()}
+"""Further numbers of members at the largest width."""
+
+POOLED = True
+SWEEP = [
+    sweep(width=WIDTHS, members=MEMBERS),
+    sweep(width=2.0, members=MOST_MEMBERS),
+    baselines.sweep(WIDTHS),
+]
 
 
 def measure(cell: Cell) -> Row:
@@ -62,6 +70,20 @@ def advantage_at_equal_size(rows: Rows) -> float:
     if not gains:
         raise MissingCellsError("separate networks with as many parameters")
     return sum(gains) / len(gains)
+
+
+def best_members(rows: Rows) -> str:
+    """Return the best M of each width as a text."""
+    texts = []
+    for width, rows_of_width in rows.by("width"):
+        texts.append(f"{rows_of_width.best('members'):g} at ×{width:g}")
+    return "best M: " + ", ".join(texts)
+
+
+def fall_of(rows: Rows) -> float:
+    """Return by how many percent member accuracy falls from the smallest to the largest M."""
+    _, accuracies = rows.curve("members", "member_accuracy")
+    return 100 * (accuracies[0] - accuracies[-1])
 
 
 CLAIMS = [
@@ -106,15 +128,35 @@ def plot(table: Frame) -> Figure:
             drawn.append(replace(curve, ends=ends))
         return drawn
 
+    rows = ensemble_rows(Rows(table))
     titles = {
-        "accuracy": "(a) does the best M grow with width?",
-        "member_accuracy": "(b) narrow members suffer most",
-        "correlation": "(c) are wider members less correlated?",
+        "accuracy": state(lambda: f"(a) {best_members(rows)}", "(a) ensemble accuracy"),
+        "member_accuracy": state(
+            lambda: (
+                f"(b) members lose {fall_of(rows.first('width')):.1f} % at the smallest "
+                f"width, {fall_of(rows.last('width')):.1f} % at the largest"
+            ),
+            "(b) member accuracy",
+        ),
+        "correlation": state(
+            lambda: (
+                f"(c) correlation {rows.first('width').mean('correlation'):.2f} at the "
+                f"smallest width, {rows.last('width').mean('correlation'):.2f} at the largest"
+            ),
+            "(c) correlation",
+        ),
     }
     ends = f"{baselines.NETWORKS} were trained"
     against_members = panels(partial(draw_both, "members", ends=ends), titles)
+    advantage = state(
+        lambda: (
+            f"(d) {100 * advantage_at_equal_size(Rows(table)):+.1f} % against separate "
+            "networks of equal size"
+        ),
+        "(d) accuracy against size",
+    )
     against_size = Panel(
-        "(d) which is better for its size?",
+        advantage,
         "parameters",
         LABELS["accuracy"],
         draw_both("parameters", "accuracy", "points"),

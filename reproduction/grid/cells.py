@@ -7,7 +7,7 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -15,14 +15,21 @@ import torch
 from torch import nn
 
 from embens import EmbeddedEnsemble
-from reproduction.grid.settings import Setting, build_reference
+from reproduction.grid.settings import Setting, build_reference, of_preset
 
 Row = dict[str, float]
 """One row of a table: measured quantities by name."""
 
 # Defaults by preset, for experiments without a reason for other values.
-MEMBERS = {"quick": (1, 2, 4, 8, 16, 32), "cpu": (1, 2, 4, 8, 16), "paper": (1, 2, 5, 10, 20, 40)}
-SEEDS = {"quick": 5, "cpu": 3, "paper": 3}
+MEMBERS = {
+    "quick": (1, 2, 4, 8, 16, 32),
+    "cpu": (1, 2, 4, 8, 16),
+    "gpu": (1, 2, 5, 10, 20),
+    "paper": (1, 2, 5, 10, 20, 40),
+}
+SEEDS = {"quick": 5, "cpu": 3, "gpu": 1, "paper": 3}
+TUNINGS = ("tuning", "compare-rates")
+"""Experiments that choose learning rates on validation data; they have no published figure."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,14 @@ class Cell:
         setting: Data, network and training.
         values: Values of the swept axes and the seed, by name. ``cell["p"]`` reads one of them.
         experiment: Name of the experiment whose ``measure`` function measures the cell.
+        checkpoints: Folder for the state of unfinished training runs; empty: none. The result does
+            not depend on it.
     """
 
     setting: Setting
     values: dict[str, Any]
     experiment: str = ""
+    checkpoints: str = field(default="", compare=False)
 
     def __getitem__(self, axis: str) -> Any:
         if axis not in self.values:
@@ -61,7 +71,7 @@ class Cell:
     def shortened(self, *, epochs: int = 2, train: int = 512) -> "Cell":
         """Return the cell with at most so many epochs, training images and test samples."""
         setting = self.setting
-        if setting.network == "cnn":
+        if setting.network != "mlp":
             train_samples = min(train, setting.train)
         else:
             train_samples = setting.train
@@ -71,7 +81,10 @@ class Cell:
             train=train_samples,
             test=min(setting.test, 2 * train),
         )
-        return replace(self, setting=setting)
+        values = dict(self.values)
+        if "length" in values:  # a swept number of epochs
+            values["length"] = min(epochs, values["length"])
+        return replace(self, setting=setting, values=values)
 
     def build_reference(self) -> tuple[nn.Module, torch.Generator]:
         """Return the reference network of the seed, and the generator to draw members with."""
@@ -127,7 +140,7 @@ def sweep(experiment: str = "", **axes: Any) -> Sweep:
 
 def _axis_values(axis: Any, preset: str) -> Sequence[Any]:
     if isinstance(axis, dict):
-        axis = axis[preset]
+        axis = of_preset(axis, preset)
     if isinstance(axis, (str, int, float)):
         return [axis]
     return axis
@@ -138,22 +151,36 @@ def cells_of(name: str, setting: Setting, seeds: Iterable[int] | None = None) ->
 
     Args:
         name: Name of the experiment.
-        setting: Setting of a preset. The experiment may change it (``QUICK``).
+        setting: Setting of a preset. The experiment may change it (``CHANGES``).
         seeds: The seeds; None uses the number of seeds of the preset.
 
     Returns:
         The cells of the sweep for each seed.
     """
     experiment = load_experiment(name)
-    if setting.preset == "quick":
-        setting = replace(setting, **getattr(experiment, "QUICK", {}))
+    changes = getattr(experiment, "CHANGES", {})
+    setting = replace(setting, **changes.get(setting.preset, {}))
     if seeds is None:
-        seeds = range(getattr(experiment, "SEEDS", SEEDS)[setting.preset])
+        counts = {**SEEDS, **getattr(experiment, "SEEDS", {})}
+        seeds = range(of_preset(counts, setting.preset))
     swept = []
     for list_cells in experiment.SWEEP:
         for cell in list_cells(setting):
             swept.append(replace(cell, experiment=cell.experiment or name))
     return [cell.with_values(seed=seed) for seed in seeds for cell in swept]
+
+
+def pooled_axes(name: str) -> tuple[str, ...]:
+    """Return the axes of an experiment that pools residuals, without the seed; else nothing."""
+    experiment = load_experiment(name)
+    if not getattr(experiment, "POOLED", False):
+        return ()
+    axes: dict[str, None] = {}
+    for list_cells in experiment.SWEEP:
+        # The axes are the same in every preset, and quick has cells of every sweep.
+        for cell in list_cells(Setting())[:1]:
+            axes.update(dict.fromkeys(cell.values))
+    return tuple(axis for axis in axes if axis != "seed")
 
 
 def cost_of(cell: Cell) -> float:
@@ -176,10 +203,11 @@ def training_cost(cell: Cell) -> float:
 
 
 def load_experiment(name: str) -> ModuleType:
-    """Return the module of an experiment, or of the baselines that several experiments share."""
-    if name == "baselines":
-        return importlib.import_module("reproduction.baselines")
-    return importlib.import_module(f"reproduction.figures.{name.replace('-', '_')}")
+    """Return the module of an experiment, of the baselines, or of a tuning."""
+    module = name.replace("-", "_")
+    if name in ("baselines", *TUNINGS):
+        return importlib.import_module(f"reproduction.{module}")
+    return importlib.import_module(f"reproduction.figures.{module}")
 
 
 def describe(docstring: str | None) -> dict[str, str]:

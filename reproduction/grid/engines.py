@@ -18,6 +18,8 @@ from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 from reproduction.grid.cells import Cell
 from reproduction.grid.runs import Record, measure
 
@@ -41,7 +43,17 @@ def inline(cells: Sequence[Cell]) -> Generator[tuple[Cell, Record]]:
         yield cell, measure(cell)
 
 
-def local(cells: Sequence[Cell], *, workers: int) -> Generator[tuple[Cell, Record]]:
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs of this process, as ``CUDA_VISIBLE_DEVICES`` spells them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def local(
+    cells: Sequence[Cell], *, workers: int, gpus: Sequence[str] = ()
+) -> Generator[tuple[Cell, Record]]:
     """Measure cells in processes on this machine.
 
     If a worker dies (out of memory, killed), only its cell is affected: it is tried once more in a
@@ -52,11 +64,13 @@ def local(cells: Sequence[Cell], *, workers: int) -> Generator[tuple[Cell, Recor
     Args:
         cells: The cells.
         workers: Number of processes.
+        gpus: GPUs that the workers share evenly; each worker sees one of them.
 
     Yields:
         Each cell with its outcome, as it is measured.
     """
     waiting = deque((cell, 1) for cell in cells)
+    free_slots = list(reversed(range(workers)))
     busy: dict[Any, _Worker] = {}
     idle: list[_Worker] = []
     outcomes: list[tuple[Cell, Record]] = []
@@ -64,7 +78,7 @@ def local(cells: Sequence[Cell], *, workers: int) -> Generator[tuple[Cell, Recor
         while waiting or busy or outcomes:
             # Keep all workers busy before the caller handles finished cells.
             while waiting and len(busy) < workers:
-                worker = idle.pop() if idle else _Worker()
+                worker = idle.pop() if idle else _Worker(free_slots.pop(), gpus)
                 cell, attempt = waiting.popleft()
                 worker.start(cell, attempt)
                 busy[worker.pipe] = worker
@@ -79,6 +93,7 @@ def local(cells: Sequence[Cell], *, workers: int) -> Generator[tuple[Cell, Recor
                     idle.append(worker)
                 except (EOFError, OSError):
                     exit_code = worker.end()
+                    free_slots.append(worker.slot)
                     if worker.attempt < ATTEMPTS:
                         waiting.appendleft((worker.cell, worker.attempt + 1))
                     else:
@@ -89,16 +104,25 @@ def local(cells: Sequence[Cell], *, workers: int) -> Generator[tuple[Cell, Recor
 
 
 class _Worker:
-    """A process with a pipe that measures one cell at a time."""
+    """A process with a pipe that measures one cell at a time.
 
-    def __init__(self) -> None:
+    Args:
+        slot: Number of the worker among those that run at the same time.
+        gpus: GPUs of all workers.
+    """
+
+    def __init__(self, slot: int, gpus: Sequence[str]) -> None:
+        self.slot = slot
+        environment = _passed_environment()
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
         if sys.platform == "win32":
             context = multiprocessing.get_context("spawn")
         else:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(_PRELOADED_MODULES)
         self.pipe, worker_pipe = context.Pipe()
-        arguments = (worker_pipe, _passed_environment())
+        arguments = (worker_pipe, environment)
         self.process = context.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         worker_pipe.close()

@@ -20,12 +20,12 @@ import torch
 
 from reproduction.claims import Judgement, judge, to_plain
 from reproduction.drawing import draw
-from reproduction.grid.cells import cells_of, describe, load_experiment
+from reproduction.grid.cells import cells_of, describe, load_experiment, pooled_axes
 from reproduction.grid.keys import code_version
 from reproduction.grid.runs import Record
 from reproduction.grid.settings import Setting
 from reproduction.rows import Frame
-from reproduction.storage import checksum, seal, unseal, write_atomically
+from reproduction.storage import checksum, finish_writing, newest, seal, unseal, write_together
 
 _PACKAGES = ("embens", "torch", "numpy", "scikit-learn", "pandas")
 
@@ -45,6 +45,7 @@ class Results:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        finish_writing(self.folder)
         self.path = self.folder / "results.jsonl"
         self.records: dict[str, Record] = {}
         for record in _read_records(self.path):
@@ -191,7 +192,7 @@ def read_table(folder: Path) -> Frame:
     """Return the table that was written to a folder."""
     import pandas
 
-    return pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+    return pandas.read_csv(newest(folder, "table.csv"), dtype={"gamma": str})
 
 
 def redraw(folder: Path) -> list[Judgement]:
@@ -203,6 +204,7 @@ def redraw(folder: Path) -> list[Judgement]:
     Returns:
         The judged claims.
     """
+    finish_writing(folder)
     manifest = unseal("manifest.json", json.loads((folder / "manifest.json").read_bytes()))
     csv = (folder / "table.csv").read_text()
     return _write_files(folder, manifest, read_table(folder), csv)
@@ -211,7 +213,7 @@ def redraw(folder: Path) -> list[Judgement]:
 def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str) -> list[Judgement]:
     experiment = load_experiment(manifest["experiment"])
     description = describe(experiment.__doc__)
-    judgements = judge(experiment.CLAIMS, table)
+    judgements = judge(experiment.CLAIMS, table, pooled_axes(manifest["experiment"]))
     figure = dataclasses.replace(experiment.plot(table), title=description["title"])
     texts = {
         "table.csv": csv,
@@ -220,11 +222,8 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
     }
     checksums = {file: checksum(text) for file, text in texts.items()}
     manifest = {**manifest, **description, "files": checksums}
-    # The manifest comes last: its checksums reveal a summary that was not written completely.
     texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
-    for file, text in texts.items():
-        write_atomically(folder / file, text)
-    draw(figure, folder / "figure.png")
+    write_together(folder, {**texts, "figure.png": lambda path: draw(figure, path)})
     return judgements
 
 

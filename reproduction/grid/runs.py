@@ -1,14 +1,18 @@
 """Runs: measure the cells of an experiment that have no result yet.
 
-Results are written one by one, so an interrupted run loses only the cells in progress. A failed
-cell is kept with its error and is retried only on request.
+Results are written one by one. Cells that train on images also save their state after each epoch,
+so an interrupted run loses at most one epoch of each cell in progress. A failed cell is kept with
+its error and is retried only on request.
 """
 
+import shutil
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +73,8 @@ def run(
     """
     results.borrow({key_of(cell) for cell in cells if cell.experiment != name})
     missing = pending(cells, results, retry_failed=retry_failed)
-    with closing(engine(missing)) as outcomes:
+    started = [with_checkpoints(cell, results.folder) for cell in missing]
+    with closing(engine(started)) as outcomes:
         for cell, outcome in outcomes:
             identity = {
                 "key": key_of(cell),
@@ -77,8 +82,18 @@ def run(
                 "cell": to_json(cell),
             }
             results.add({**identity, **outcome})
+            if cell.checkpoints:
+                shutil.rmtree(cell.checkpoints, ignore_errors=True)
     failed = [cell for cell in cells if "error" in results.records.get(key_of(cell), {})]
     return len(missing), failed
+
+
+def with_checkpoints(cell: Cell, folder: Path) -> Cell:
+    """Return the cell with a folder for unfinished training runs, if they take long enough."""
+    if cell.setting.data == "digits":
+        return cell
+    path = folder.resolve() / "unfinished" / key_of(cell)
+    return replace(cell, checkpoints=str(path))
 
 
 def pending(cells: Sequence[Cell], results: "Results", *, retry_failed: bool) -> list[Cell]:

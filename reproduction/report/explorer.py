@@ -28,7 +28,7 @@ from embens import (
     networks,
 )
 from embens.theory import GradientFlow, effective_width, gradient_flow, kernels, regime
-from reproduction.storage import write_atomically
+from reproduction.storage import check_output, write_atomically
 
 NORMAL, SIGNS = "BatchEnsemble, N(p, 1 − p²)", "BatchEnsemble, signs with mean p"
 MASKS, LAST_LAYER_MASKS = "fixed masks, N(p, 1 − p²)", "last-layer masks, N(p, 1 − p²)"
@@ -106,18 +106,25 @@ def compute(ensemble: EmbeddedEnsemble, normals: Tensor) -> dict[str, Any]:
         Plain values by name.
     """
     angles = torch.linspace(0, math.pi, ANGLES).double()
-    first_point = circle(angles[:1], 0)
-    k = kernels(ensemble, circle(angles, 0), first_point)
-    blocks = (k.nngp.same, k.nngp.cross, k.ntk_shared.same, k.ntk_shared.cross)
+    shown_points = circle(angles, 0)
+    # One call for all points: smooth activations tabulate their expectations once per call.
+    k = kernels(ensemble, torch.cat([shown_points, circle(DATA, 1), circle(GRID, 1)]))
+    drawn = slice(0, ANGLES)
+    train = slice(ANGLES, ANGLES + len(DATA))
+    test = slice(ANGLES + len(DATA), None)
+    curves = k[drawn, slice(0, 1)]
+    blocks = (
+        curves.nngp.same,
+        curves.nngp.cross,
+        curves.ntk_shared.same,
+        curves.ntk_shared.cross,
+    )
     shown: dict[str, Any] = {
         "coupling": regime(ensemble).coupling,
-        "width": effective_width(ensemble, first_point) / WIDTH,
+        "width": effective_width(ensemble, shown_points[:1]) / WIDTH,
         "kernels": [block[:, 0].tolist() for block in blocks],
     }
-    x_train, x_test = circle(DATA, 1), circle(GRID, 1)
-    train_train = kernels(ensemble, x_train)
-    test_train = kernels(ensemble, x_test, x_train)
-    test_test = kernels(ensemble, x_test)
+    train_train, test_train, test_test = k[train, train], k[test, train], k[test, test]
     for members in MEMBERS:
         flow = gradient_flow(train_train, test_train, test_test, target(DATA), members)
         shown[f"M{members}"] = {"gamma": flow.gamma, **_outputs_at(flow, math.inf, normals)}
@@ -164,6 +171,9 @@ def write(path: str | Path, progress: Callable[[list], Iterable] = iter) -> Path
     Returns:
         The path of the page.
     """
+    path = Path(path)
+    if path.parent.exists():
+        check_output(path)
     generator = torch.Generator().manual_seed(4)
     normals = torch.randn(1 + DRAWN_MEMBERS, POINTS, generator=generator).double()
     shifts = [round(math.cos(arc), 12) for arc in ARCS]
@@ -184,7 +194,6 @@ def write(path: str | Path, progress: Callable[[list], Iterable] = iter) -> Path
     }
     packed = zlib.compress(json.dumps(data, allow_nan=False).encode(), 9)
     text = files("reproduction.report").joinpath("explorer.html").read_text(encoding="utf-8")
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.replace("{{data}}", base64.b64encode(packed).decode()))
     return path

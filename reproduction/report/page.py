@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.figures import NAMES
-from reproduction.storage import DamagedFileError, checksum, unseal, write_atomically
+from reproduction.storage import (
+    PENDING,
+    DamagedFileError,
+    check_distinct,
+    check_output,
+    checksum,
+    newest,
+    unseal,
+    write_atomically,
+)
+
+INPUTS = ("claims.json", "figure.json", "table.csv")
+"""Files of results that the manifest has checksums of."""
 
 
 def collect(folder: str | Path) -> list[dict[str, Any]]:
@@ -34,8 +46,8 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
         DamagedFileError: If a result does not match its checksums.
     """
     entries = []
-    for path in sorted(Path(folder).rglob("manifest.json")):
-        entry = _read_entry(path.parent)
+    for place in result_folders(Path(folder)):
+        entry = _read_entry(place)
         if entry is not None:
             entries.append(entry)
     if not entries:
@@ -51,8 +63,28 @@ def collect(folder: str | Path) -> list[dict[str, Any]]:
     return sorted(entries, key=position)
 
 
+def result_folders(folder: Path) -> list[Path]:
+    """Return the folders with results inside of a folder."""
+    places = set()
+    for path in folder.rglob("manifest.json"):
+        if path.parent.name == PENDING:
+            places.add(path.parent.parent)
+        else:
+            places.add(path.parent)
+    return sorted(places)
+
+
+def result_files(folder: Path) -> list[Path]:
+    """Return the files of all results inside of a folder, which no page may overwrite."""
+    files = []
+    for place in result_folders(folder):
+        for name in (*INPUTS, "manifest.json", "results.jsonl", "figure.png"):
+            files.append(newest(place, name))
+    return files
+
+
 def _read_entry(folder: Path) -> dict[str, Any] | None:
-    path = folder / "manifest.json"
+    path = newest(folder, "manifest.json")
     try:
         sealed = json.loads(path.read_bytes())
         name = sealed["experiment"]
@@ -63,8 +95,8 @@ def _read_entry(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = unseal(path.name, sealed)
         checksums = manifest.pop("files")
-        for file in ("claims.json", "figure.json", "table.csv"):
-            texts[file] = (folder / file).read_bytes().decode(errors="replace")
+        for file in INPUTS:
+            texts[file] = newest(folder, file).read_bytes().decode(errors="replace")
             if checksum(texts[file]) != checksums[file]:
                 raise DamagedFileError(f"{file} does not match its checksum in manifest.json.")
     except (OSError, KeyError, DamagedFileError) as error:
@@ -104,8 +136,14 @@ def write(folder: str | Path, path: str | Path | None = None) -> Path:
 
     Returns:
         The path of the page.
+
+    Raises:
+        OSError: If the page would replace a folder or a file of the results.
     """
     path = Path(folder) / "report.html" if path is None else Path(path)
+    check_distinct(path, result_files(Path(folder)))
+    if path.parent.exists():
+        check_output(path)
     text = render(collect(folder))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)

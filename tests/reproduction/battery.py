@@ -21,7 +21,7 @@ import torch
 from reproduction import claims
 from reproduction.claims import FAILS, HOLDS, UNDECIDED, judge
 from reproduction.drawing import Figure, draw
-from reproduction.grid.cells import cells_of, cost_of, load_experiment
+from reproduction.grid.cells import cells_of, cost_of, load_experiment, pooled_axes
 from reproduction.grid.keys import key_of
 from reproduction.grid.runs import measure
 from reproduction.grid.settings import PRESETS, with_fingerprint
@@ -114,6 +114,8 @@ class Battery:
         rows: Makes up the rows of a cell.
         contradicting: Number of seeds, half of each kind, that must leave claims undecided.
         never_true: Statements that are false whenever the others are true.
+        weak: Statements that need more seeds than the tables have: a table that contradicts them
+            may leave them undecided.
         timed: Columns of times, which differ between measurements.
         fast: Values of cells that make their measurement fast.
     """
@@ -122,6 +124,7 @@ class Battery:
     rows = None
     contradicting = 4
     never_true = ()
+    weak = ()
     timed = ()
     fast: ClassVar = {}
 
@@ -131,7 +134,7 @@ class Battery:
 
     def claims(self, kind, seeds=6):
         made = table(self.name, self.rows, kind, seeds)
-        return judge(load_experiment(self.name).CLAIMS, made)
+        return judge(load_experiment(self.name).CLAIMS, made, pooled_axes(self.name))
 
     def test_claims_hold_of_a_table_that_the_paper_would_recognise(self):
         for claim in self.claims("true"):
@@ -139,7 +142,8 @@ class Battery:
 
     def test_claims_do_not_hold_of_a_table_that_contradicts_the_paper(self):
         for claim in self.claims("false"):
-            assert claim.verdict == FAILS, claim
+            accepted = {FAILS, UNDECIDED} if claim.statement in self.weak else {FAILS}
+            assert claim.verdict in accepted, claim
 
     def test_claims_are_undecided_where_seeds_contradict_each_other(self):
         for claim in self.claims("mixed", self.contradicting):
@@ -174,7 +178,7 @@ class Battery:
         for setting in PRESETS.values():
             cells = cells_of(self.name, setting)
             assert len({key_of(cell) for cell in cells}) == len(cells)
-            assert len({cell.seed for cell in cells}) >= 3
+            assert len({cell.seed for cell in cells}) >= (1 if setting.preset == "gpu" else 3)
             assert {c.seed for c in cells_of(self.name, setting, range(2))} == {0, 1}
 
     def test_cells_are_frozen_and_plain(self):

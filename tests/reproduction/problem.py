@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from reproduction.__main__ import main
+from reproduction.figures.transition import NORMAL
 from reproduction.grid.cells import Cell
 from reproduction.grid.settings import PRESETS
 
@@ -19,7 +20,7 @@ SETTING = replace(PRESETS["quick"], epochs=1, train=64, test=32)
 
 def cell_of(members, setting=SETTING, kind=Cell, **more):
     """Return a cell of ``transition``."""
-    swept = {"p": 0.5, "members": members, "gamma": "M", "seed": 0, **more}
+    swept = {"law": NORMAL, "p": 0.5, "members": members, "gamma": "M", "seed": 0, **more}
     return kind(setting, swept, "transition")
 
 

@@ -28,44 +28,49 @@ def test_a_cell_has_a_row_for_each_number_of_networks():
     assert [row["members"] for row in found] == [1, 2, 4, 8]
     assert math.isnan(found[0]["correlation"])
     assert found[3]["parameters"] == 8 * found[0]["parameters"]
-    assert len({row["factor"] for row in found}) == 1
+    assert len({row["rate"] for row in found}) == 1
 
 
-@pytest.mark.parametrize("preset", ["quick", "cpu"])
-def test_the_rate_is_the_best_on_rows_that_are_held_out(monkeypatch, preset):
-    """By log loss on digits, by accuracy on images that are learnt by heart."""
-    cell = replace(SMALL, setting=replace(problem.SETTING, epochs=3, preset=preset))
-    seen = []
+def test_without_a_recorded_rate_the_best_on_held_out_samples_is_used(monkeypatch):
+    cell = replace(SMALL, setting=replace(problem.SETTING, epochs=3))
+    trainings = []
 
-    def train(cell, networks, factor, data):
-        trained = original(cell, networks, factor, data)
-        seen.append((networks, factor, data, trained))
+    def train(cell, networks, rate, data):
+        trained = original(cell, networks, rate, data)
+        trainings.append((networks, rate, data, trained))
         return trained
 
     original = baselines.train_separate
     monkeypatch.setattr(baselines, "train_separate", train)
-    (chosen,) = {row["factor"] for row in baselines.measure(cell)}
-    *tried, (networks, factor, data, _) = seen
-    assert (networks, factor, len(data.train.targets)) == (8, chosen, 64)
+    (chosen,) = {row["rate"] for row in baselines.measure(cell)}
+    *trials, (networks, rate, data, _) = trainings
+    assert (networks, rate, len(data.train.targets)) == (8, chosen, 64)
     losses = {}
-    for networks, factor, held, trained in tried:
-        assert (networks, len(held.train.targets), len(held.validation.targets)) == (2, 52, 12)
-        outputs = trained.ensemble(held.validation.inputs).detach()
-        target = held.validation.targets
-        chances = outputs.softmax(-1)[:, range(12), target]
-        wrong = outputs.argmax(-1) != target
-        losses[factor] = float(-chances.log().mean() if preset == "quick" else wrong.sum())
-    assert list(losses) == list(baselines.FACTORS)
+    for networks, rate, held_out, trained in trials:
+        part = held_out.validation
+        assert (networks, len(held_out.train.targets), len(part.targets)) == (2, 52, 12)
+        outputs = trained.ensemble(part.inputs).detach()
+        losses[rate] = float(-outputs.log_softmax(-1)[:, range(12), part.targets].mean())
+    assert list(losses) == [factor * cell.setting.lr for factor in baselines.FACTORS]
     assert chosen == min(losses, key=losses.get)
 
 
 def test_a_rate_at_which_networks_diverge_is_not_chosen(monkeypatch):
-    def train(cell, networks, factor, data):
-        return replace(original(cell, networks, 1.0, data), diverged=factor != 4.0)
+    second = 4 * SMALL.setting.lr
+
+    def train(cell, networks, rate, data):
+        return replace(original(cell, networks, second, data), diverged=rate != second)
 
     original = baselines.train_separate
     monkeypatch.setattr(baselines, "train_separate", train)
-    assert baselines.measure(SMALL)[0]["factor"] == 4.0
+    assert baselines.measure(SMALL)[0]["rate"] == second
+
+
+def test_a_recorded_rate_is_used_as_it_is():
+    setting = replace(problem.SETTING, rates=(("networks", 0.007), ("signs", 0.2)))
+    tuned = replace(SMALL, setting=setting)
+    assert {row["rate"] for row in baselines.measure(tuned)} == {0.007}
+    assert baselines.estimate_cost(tuned) < baselines.estimate_cost(SMALL)
 
 
 def test_what_one_experiment_measured_the_others_take_over(tmp_path, monkeypatch):
@@ -83,14 +88,14 @@ def test_the_columns_of_an_experiment_come_before_those_of_baselines(tmp_path):
     cells = [SMALL.with_values(width=1.0), *problem.cells(1)]
     runs.run("transition", cells, results, inline)
     found = make_table(results, "transition", problem.SETTING)
-    assert list(found)[:4] == ["p", "members", "gamma", "seed"]
+    assert list(found)[:5] == ["law", "p", "members", "gamma", "seed"]
     assert len(found) == 5
 
 
 def test_narrowing_a_sweep_keeps_its_baselines():
     cells = cells_of("transition", problem.SETTING, [0])
     found = runs.select(cells, p=[0.9], members=[2])
-    assert [cell.experiment for cell in found] == ["transition", "transition", "baselines"]
+    assert [cell.experiment for cell in found] == [*["transition"] * 3, "baselines"]
 
 
 def made_up():

@@ -46,7 +46,7 @@ def test_the_interval_of_a_mean_is_students():
     assert (low, high) == pytest.approx(expected)
 
 
-def test_the_interval_covers_a_ratio_of_means_as_often_as_it_says():
+def test_the_interval_covers_a_ratio_of_means_as_often_as_its_level():
     generator = numpy.random.default_rng(0)
     covered, runs = 0, 400
     for _ in range(runs):
@@ -97,8 +97,8 @@ def test_the_bootstrap_covers_statistics_that_jump(name, statistic, truth, monke
     assert covered / runs > 0.95 - 3 * error  # the jackknife of the best M covers 0.84
 
 
-def test_the_jackknife_of_a_best_m_covers_it_less_often_than_it_says():
-    # Why statistics that jump have a bootstrap of their own.
+def test_the_jackknife_of_a_best_m_covers_it_less_often_than_its_level():
+    # The reason for the bootstrap of statistics that jump.
     generator = numpy.random.default_rng(1)
     flat = numpy.array([0.90, 0.93, 0.95, 0.951, 0.9505, 0.95])
     tables = [made_up(generator, flat) for _ in range(40)]
@@ -110,13 +110,13 @@ def test_the_bootstrap_of_a_mean_is_about_students():
     values = [1.0, 2.0, 4.0, 3.5, 0.5]
     _, *exact, _ = interval(seeds(*values), lambda t: t["y"].mean())
     table = seeds(*values)
-    _, *drawn, _ = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
-    assert drawn == pytest.approx(exact, abs=0.15 * (exact[1] - exact[0]))
+    _, *resampled, _ = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
+    assert resampled == pytest.approx(exact, abs=0.15 * (exact[1] - exact[0]))
     again = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
-    assert drawn == list(again[1:3])
+    assert resampled == list(again[1:3])
 
 
-def test_a_draw_of_seeds_has_all_their_rows_and_numbers_them_anew():
+def test_a_bootstrap_sample_has_all_rows_of_its_seeds_and_renumbers_the_seeds():
     table = pandas.DataFrame({"seed": [7, 7, 9, 9], "y": [1.0, 2.0, 3.0, 4.0]})
     found = {tuple(rows["y"]) for rows in bootstrap(table)}
     one, other = (1.0, 2.0), (3.0, 4.0)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from reproduction import contestants
-from reproduction.figures.compare import load_problem
 from reproduction.grid.cells import Cell, cells_of
 from reproduction.grid.settings import PRESETS, count_parameters
+from reproduction.problems import load_problem
 
-SETTING = cells_of("compare", PRESETS["quick"], [0])[0].setting
+SETTING = cells_of("systems", PRESETS["quick"], [0])[0].setting
 BUILT = [name for name in contestants.NAMES if name not in contestants.PROCEDURES]
 
 

@@ -23,7 +23,7 @@ def test_slopes_are_those_of_least_squares():
     assert math.isnan(Rows(table.assign(y=-y)).slope("x", "y", log_y=True))
 
 
-def test_curves_are_means_over_what_is_not_named():
+def test_curves_are_means_over_all_other_columns():
     table = pandas.DataFrame({"x": [1, 1, 2, 2], "y": [1.0, 3.0, 5.0, math.nan]})
     assert Rows(table).curve("x", "y") == ([1.0, 2.0], [2.0, 5.0])
     with pytest.raises(MissingCellsError, match="at least 2 values of x"):

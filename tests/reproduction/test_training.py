@@ -13,7 +13,14 @@ import embens
 from embens import laws
 from reproduction.grid.cells import Cell
 from reproduction.grid.settings import PRESETS, build_reference, load_data
-from reproduction.training import batch_ensemble, disagreement, run, scaled_gamma, score, train
+from reproduction.training import (
+    batch_ensemble,
+    disagreement,
+    outputs_of,
+    scaled_gamma,
+    score,
+    train,
+)
 
 SETTING = replace(PRESETS["quick"], epochs=3)
 
@@ -100,10 +107,10 @@ def test_a_run_that_diverges_is_marked_and_keeps_finite_weights(network):
 
 def test_outputs_that_overflow_become_zero():
     ensemble, inputs = ensemble_of(), load_data(SETTING).test.inputs
-    before = run(ensemble, inputs)
+    before = outputs_of(ensemble, inputs)
     with torch.no_grad():
         next(iter(ensemble.individual_parameters()))[1] = math.inf
-    after = run(ensemble, inputs)
+    after = outputs_of(ensemble, inputs)
     torch.testing.assert_close(after[0], before[0])
     assert (after[1] == 0).all()
 

@@ -5,13 +5,16 @@ import http.server
 import io
 import tarfile
 import threading
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request
 
 import pytest
 
-from reproduction.datasets.download import fetch, unpack
+from reproduction.datasets.download import _SafeRedirects, fetch, unpack
 
 CONTENT = bytes(range(256)) * 40
-MD5 = hashlib.md5(CONTENT).hexdigest()
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -20,8 +23,13 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.content, self.cuts, self.ranges, self.codes = CONTENT, [], True, []
+        self.announces = True  # the length
+        self.redirects = []
         self.requests = []  # the Range header of each
         self.url = f"http://127.0.0.1:{self.server_port}/file.bin"
+
+    def handle_error(self, *_):
+        """Ignore that a client hangs up."""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -30,6 +38,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         server, wanted = self.server, self.headers.get("Range")
         server.requests.append(wanted)
+        if server.redirects:
+            self.send_response(302)
+            self.send_header("Location", server.redirects.pop(0))
+            self.end_headers()
+            return
         if server.codes:
             self.send_error(server.codes.pop(0))
             return
@@ -42,7 +55,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
-        self.send_header("Content-Length", str(len(body)))
+        if server.announces:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[: server.cuts.pop(0)] if server.cuts else body)
 
@@ -63,9 +77,10 @@ def server(monkeypatch):
 
 @pytest.fixture
 def get(server, tmp_path):
-    def call(md5=MD5, **options):
-        options = {"pause": 0, "timeout": 5, "attempts": 3} | options
-        return fetch(server.url, tmp_path / "folder" / "file.bin", md5=md5, **options)
+    def call(**options):
+        defaults = {"pause": 0, "timeout": 5, "attempts": 3, "size": len(CONTENT)}
+        options = {**defaults, "sha256": SHA256, **options}
+        return fetch(server.url, tmp_path / "folder" / "file.bin", **options)
 
     return call
 
@@ -145,7 +160,7 @@ def test_a_server_that_cuts_for_ever_is_given_up_and_the_part_kept(get, server, 
 
 def test_wrong_bytes_are_refused_at_once(get, server, tmp_path):
     server.content = CONTENT[::-1]
-    with pytest.raises(ValueError, match=f"expected a file with md5 {MD5}, got .* discarded"):
+    with pytest.raises(ValueError, match=f"bytes with SHA-256 {SHA256}, got .* discarded"):
         get()
     assert left_in(tmp_path) == []
     assert len(server.requests) == 1
@@ -153,10 +168,70 @@ def test_wrong_bytes_are_refused_at_once(get, server, tmp_path):
 
 def test_wrong_bytes_after_a_cut_are_refused_after_one_more_try(get, server, tmp_path):
     server.content, server.cuts = CONTENT[::-1], [1000]
-    with pytest.raises(ValueError, match="expected a file with md5"):
+    with pytest.raises(ValueError, match="bytes with SHA-256"):
         get()
     assert server.requests == [None, "bytes=1000-", None]
     assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("announces", [True, False])
+def test_an_answer_that_is_too_long_is_cut_off_and_discarded(get, server, tmp_path, announces):
+    server.content, server.announces = CONTENT * 500, announces
+    longest = 0
+    original = Path.unlink
+
+    def unlink(path, **options):
+        nonlocal longest
+        longest = max(longest, path.stat().st_size)
+        original(path, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        with pytest.raises(ValueError, match=f"expected {len(CONTENT)} bytes .* got more bytes"):
+            get()
+    assert longest == len(CONTENT) + 1
+    assert left_in(tmp_path) == []
+
+
+def test_a_truncated_answer_without_a_length_is_discarded(get, server, tmp_path):
+    server.announces, server.cuts = False, [1000]
+    with pytest.raises(ValueError, match=r"bytes with SHA-256 .* got SHA-256 .* discarded"):
+        get()
+    assert left_in(tmp_path) == []
+
+
+def test_a_redirect_is_followed_with_the_same_checks(get, server, tmp_path):
+    server.redirects = [server.url]
+    assert get().read_bytes() == CONTENT
+    assert len(server.requests) == 2
+    server.redirects, server.content = [server.url], CONTENT[::-1]
+    (tmp_path / "folder" / "file.bin").unlink()
+    with pytest.raises(ValueError, match="discarded"):
+        get()
+
+
+def test_a_redirect_to_a_local_file_is_refused(get, server, tmp_path):
+    server.redirects = ["file:///etc/hostname"] * 5
+    with pytest.raises(ConnectionError, match="302"):
+        get()
+    assert left_in(tmp_path) == []
+
+
+def test_a_redirect_from_https_to_http_is_refused():
+    request = Request("https://example.org/file")
+    handler = _SafeRedirects()
+    for address in ("http://example.org/file", "ftp://example.org/file"):
+        with pytest.raises(HTTPError, match="redirected from HTTPS to an unsafe address"):
+            handler.redirect_request(request, None, 302, "Found", {}, address)
+    same = handler.redirect_request(request, None, 302, "Found", {}, "https://example.com/file")
+    assert same.full_url == "https://example.com/file"
+
+
+def test_a_folder_in_place_of_the_file_is_refused_before_the_download(get, server, tmp_path):
+    (tmp_path / "folder" / "file.bin").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match="A folder is never replaced"):
+        get()
+    assert server.requests == []
 
 
 def test_a_missing_file_is_not_asked_for_twice(get, server):

@@ -309,9 +309,10 @@ def cifar_site(site, cifar, monkeypatch):
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(cifar, cifar.name)
     shutil.rmtree(cifar)
-    md5 = hashlib.md5(archive.read_bytes()).hexdigest()
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
     monkeypatch.setattr(data, "CIFAR100_URL", site.address + archive.name)
-    monkeypatch.setattr(data, "CIFAR100_MD5", md5)
+    monkeypatch.setattr(data, "CIFAR100_SHA256", sha256)
+    monkeypatch.setattr(data, "CIFAR100_SIZE", archive.stat().st_size)
     return site
 
 
@@ -339,7 +340,7 @@ def test_several_downloads_at_once_are_one(cifar_site, tmp_path):
 
 def test_a_cifar_archive_with_wrong_bytes_is_never_unpacked(cifar_site, tmp_path):
     (cifar_site.folder / "cifar-100-binary.tar.gz").write_bytes(b"wrong")
-    with pytest.raises(ValueError, match="expected a file with md5"):
+    with pytest.raises(ValueError, match="bytes with SHA-256"):
         data.cifar100(tmp_path / "root", download=True)
     assert not (tmp_path / "root" / "cifar-100-binary").exists()
 

@@ -1,87 +1,110 @@
-"""compare: its battery, and what its parts do."""
+"""compare: its battery, and the compute that each system gets."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-import pandas
 import pytest
 import torch
 
-from reproduction import contestants
-from reproduction.drawing import Curve
 from reproduction.figures import compare
+from reproduction.figures.compare import ONE, SEPARATE, SIGNS, SPLIT, SYSTEMS, WIDE
 from reproduction.grid.cells import Cell, cells_of
-from reproduction.grid.settings import PRESETS
+from reproduction.grid.settings import PRESETS, build_reference
+from reproduction.problems import load_problem
 from tests.reproduction.battery import Battery
+
+SETTING = cells_of("compare", PRESETS["quick"], [0])[0].setting
 
 
 def rows(c, true, noise):
-    mine = c["system"] == "BatchEnsemble p=0"
-    other = c["system"] == compare.SEPARATE
-    better = (0.2 if true else 0.4) if mine else (0.21 if other else 0.3)
+    quality = {ONE: 0.3, WIDE: 0.29, SEPARATE: 0.21, SIGNS[0]: 0.25, SIGNS[1]: 0.215}
+    loss = quality.get(c["system"], 0.35) - 0.01 * math.log2(c["budget"])
+    if c["system"] in SIGNS and not true:
+        loss = 0.4 if c["system"] != SIGNS[2] else 0.2
     return {
-        "nll": better + noise(0.001),
-        "shifted_nll": 2 * better + noise(0.001),
-        "auroc": 1 - better + noise(0.001),
-        "training": 1.0 + len(c["system"]),
-        "tuning": 3.0,
-        "inference": 2.0,
-        "parameters": 1.5,
+        "accuracy": 1 - loss + noise(0.001),
+        "nll": loss + noise(0.001),
+        "scaled_nll": loss + noise(0.001),
+        "calibration": loss / 4 + noise(0.001),
+        "scaled_calibration": loss / 8,
+        "auroc": 1 - loss + noise(0.001),
+        "guessing": math.log(8),
+        "inference_seconds": 0.1,
+        "training_seconds": 1.0,
+        "parameters": 1000.0,
     }
 
 
 class TestCompare(Battery):
     name, rows = "compare", staticmethod(rows)
-    timed = ("training", "tuning", "inference")
+    timed = ("training_seconds", "inference_seconds")
 
 
-SETTING = cells_of("compare", PRESETS["quick"], [0])[0].setting
+def cell_of(system, budget, seed=0, setting=SETTING):
+    return Cell(setting, {"system": system, "budget": budget, "seed": seed}, "compare")
 
 
-def cell_of(system, members, width):
-    swept = {"system": system, "members": members, "width": width, "seed": 0}
-    return Cell(SETTING, swept)
+@pytest.mark.parametrize("budget", [1, 2, 4, 8])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_epochs_times_cost_of_a_pass_is_the_budget(system, budget):
+    cell = cell_of(system, budget, setting=replace(SETTING, epochs=16))
+    epochs = compare.epochs_of(cell)
+    if system == WIDE:
+        assert epochs == 16  # the width pays for the rest
+        return
+    networks_per_pass = compare.members_of(cell)
+    if SYSTEMS[system].shares_pass:
+        networks_per_pass = 1
+    assert epochs * networks_per_pass == 16 * budget
 
 
-def test_classes_that_are_left_out_are_in_no_train_or_test_sample():
-    problem = compare.load_problem(SETTING)
-    known = set(range(8))
-    assert set(problem.data.train.targets.tolist()) == known
-    assert set(problem.data.test.targets.tolist()) == known
-    assert len(problem.unknown) + len(problem.data.test.targets) == SETTING.test
+@pytest.mark.parametrize("network", ["cnn", "norm-cnn", "mlp"])
+def test_the_wider_network_costs_the_budget(network):
+    setting = replace(SETTING, network=network, channels=(8, 16))
+    if network == "mlp":
+        setting = replace(setting, channels=(32, 32, 32))
+    cell = cell_of(WIDE, 4, setting=setting)
+    images = torch.zeros(1, 1, 8, 8)
+    width = compare.affordable_width(cell, images)
+    costs = [compare.operations(compare.reference_of(cell, each), images) for each in (1.0, width)]
+    assert costs[1] / costs[0] == pytest.approx(4.0, rel=0.1)
 
 
-@pytest.mark.parametrize("kind", ["noise", "blur", "contrast"])
-def test_a_stronger_disturbance_changes_images_more(kind):
-    images = torch.randn(20, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    changes = [
-        float((compare.disturb(images, kind, s, torch.Generator().manual_seed(1)) - images).norm())
-        for s in compare.STRENGTHS
-    ]
-    assert 0 < changes[0] < changes[1] < changes[2]
+def test_the_norm_network_depends_on_its_generator_alone():
+    setting = replace(SETTING, network="norm-cnn", channels=(4, 8))
+    networks = []
+    for _ in range(2):
+        torch.randn(3)
+        generator = torch.Generator().manual_seed(1)
+        networks.append(build_reference(setting, generator=generator))
+    image = torch.ones(2, 1, 8, 8)
+    assert torch.equal(networks[0](image), networks[1](image))
+    assert any(isinstance(module, torch.nn.BatchNorm2d) for module in networks[0])
 
 
-def test_blur_and_contrast_keep_what_is_constant():
-    flat = torch.full((2, 1, 8, 8), 0.7)
-    for kind in ("blur", "contrast"):
-        torch.testing.assert_close(compare.disturb(flat, kind, 1.0, torch.Generator()), flat)
+def test_a_system_is_trained_at_its_recorded_rate(monkeypatch):
+    setting = replace(SETTING, epochs=1, rates=((SIGNS[0], 0.02), (ONE, 0.3)))
+    seen = []
+
+    def train_system(cell, problem, rate):
+        seen.append(rate)
+        return original(cell, problem, rate)
+
+    original = compare.train_system
+    monkeypatch.setattr(compare, "train_system", train_system)
+    row = compare.measure(cell_of(SIGNS[0], 1, setting=setting))
+    assert seen == [0.02]
+    assert row["lr"] == 0.02
 
 
-def test_the_pareto_front_leaves_out_dominated_points():
-    kinds = [Curve("a", [1.0, 2.0], [3.0, 4.0], names=["x", "y"]), Curve("b", [3.0], [1.0])]
-    front = compare.pareto_front([kinds[0], replace(kinds[1], names=["z"])])
-    assert (front.x, front.y, front.names) == ([1.0, 3.0], [3.0, 1.0], ["x", "z"])
-
-
-def test_training_costs_include_the_choice_of_the_rate():
-    made = []
-    for name in contestants.NAMES:
-        cell = cell_of(name, 4, 4.0)
-        for _ in range(2):
-            made.append({"system": name, **rows(cell, True, lambda std: 0.0)})
-    panel = compare.plot(pandas.DataFrame(made)).panels[0]
-    assert [curve.label for curve in panel.curves] == [*contestants.KINDS, "Pareto front"]
-    references = panel.curves[0]
-    assert references.names == list(contestants.KINDS["references"])
-    assert references.x == [4.0 + len(name) for name in references.names]
+def test_a_split_batch_trains_each_member_on_its_rows():
+    problem = load_problem(SETTING)
+    problem = replace(problem, data=compare.with_validation(problem.data, 0))
+    cell = cell_of(SPLIT[0], 1, setting=replace(SETTING, epochs=1))
+    split = compare.train_system(cell, problem, 0.01).ensemble
+    same = compare.train_system(cell.with_values(system=SIGNS[0], budget=2), problem, 0.01).ensemble
+    assert compare.epochs_of(cell) == 1
+    pairs = list(zip(split.parameters(), same.parameters(), strict=True))
+    assert not all(torch.equal(first, second) for first, second in pairs)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 
 import pandas
+import torch
 
+from embens.finite import gradient_cosines, gradient_norms
 from reproduction.claims import FAILS, HOLDS, judge
 from reproduction.figures import gradients
+from reproduction.grid.cells import cells_of
+from reproduction.grid.settings import PRESETS
+from reproduction.training import batch_ensemble
 from tests.reproduction.battery import Battery
 
 
@@ -47,3 +52,13 @@ def test_the_paper_s_exponent_can_hold_instead_of_the_theory_s():
     found = {c.statement: c.verdict for c in judge(gradients.CLAIMS, pandas.DataFrame(table))}
     assert found["|cos| ∝ 1/width, as in the paper"] == HOLDS
     assert found["|cos| ∝ width^−1/2, as in the theory"] == FAILS
+
+
+def test_whole_cosines_follow_from_those_of_the_layers():
+    cell = cells_of("gradients", PRESETS["quick"], [0])[0]
+    network, generator = cell.build_reference()
+    ensemble = batch_ensemble(network, 4, generator=generator)
+    x, y = gradients.draw_samples(cell, generator)
+    by_layer = gradient_cosines(ensemble, x, y, by_layer=True)
+    total = gradients.total_cosines(by_layer, dict(gradient_norms(ensemble, x, y)))
+    torch.testing.assert_close(total, gradient_cosines(ensemble, x, y), rtol=1e-4, atol=1e-5)

@@ -31,7 +31,7 @@ def rows(c, true, noise):
 
 class TestTrajectories(Battery):
     name, rows = "trajectories", staticmethod(rows)
-    contradicting = 2
+    contradicting = 6
 
 
 def test_curves_that_coincide_do_so_for_one_gamma_alone():

@@ -183,6 +183,7 @@ class TestRay:
         assert found.pop(key_of(lost)) == str(measure(problem.plain(lost))["rows"])
         assert found == rows(Results(tmp_path / "here"))
 
+    @pytest.mark.long  # starting Ray takes most of a minute
     def test_a_task_asks_for_the_resources_of_its_cell(self):
         import ray
 
@@ -194,6 +195,7 @@ class TestRay:
         running.close()
         assert not ray.is_initialized()
 
+    @pytest.mark.long  # starting Ray takes most of a minute
     def test_a_node_that_is_lost_in_the_middle_is_made_up_for(self, tmp_path):
         from ray.cluster_utils import Cluster
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from unittest import mock
 
+from reproduction import claims
 from reproduction.grid.results import Results, write_summary
 from reproduction.grid.settings import PRESETS
 from tests.reproduction import battery
@@ -14,5 +16,6 @@ def make(out, *names, kind="mixed"):
     for name in names:
         rows = importlib.import_module(f"tests.reproduction.figures.test_{name}").rows
         table = battery.table(name, rows, kind, seeds=2)
-        write_summary(Results(out / name / "quick"), name, PRESETS["quick"], table)
+        with mock.patch.object(claims, "BOOTSTRAP_SAMPLES", 20):
+            write_summary(Results(out / name / "quick"), name, PRESETS["quick"], table)
     return out

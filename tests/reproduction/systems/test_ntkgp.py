@@ -109,7 +109,7 @@ def test_trained_members_are_where_the_linearised_network_ends():
     x = make_inputs(rows)
     test = make_inputs(4, seed=2)
     y = torch.sin(2 * x[:, :1])
-    reference = make_reference(width=128)
+    reference = make_reference(width=256)
     # Full-batch gradient descent at a stable rate for the kernel's largest eigenvalue.
     features = jacobian(reference, x)
     largest = torch.linalg.eigvalsh(features @ features.T)[-1].item()

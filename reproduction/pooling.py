@@ -1,0 +1,233 @@
+"""Tables with redrawn residuals, for confidence intervals that pool all cells of a sweep.
+
+The model and its assumptions are explained in :mod:`reproduction.claims`. Residuals are drawn from
+all cells of a *stratum*: cells with the same number of rows in which the same columns are defined.
+A residual consists of all rows and columns of one cell and seed, so that quantities that belong
+together stay together. Cells in which a run diverged, or that lack a seed, keep their values.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reproduction.rows import Frame, Rows
+
+LOGARITHMIC = ("loss", "train_loss", "early_loss")
+"""Columns of positive values whose relative residuals are pooled."""
+
+
+@dataclass(frozen=True)
+class PooledTables:
+    """Redrawn tables of a sweep.
+
+    Attributes:
+        residual_tables: Cell means with redrawn residuals.
+        seed_tables: For each seed, cell means with the effect of this seed.
+        residual_degrees: Degrees of freedom of the variance of residuals.
+        seeds: Number of seeds.
+    """
+
+    residual_tables: list[Rows]
+    seed_tables: list[Rows]
+    residual_degrees: int
+    seeds: int
+
+    @classmethod
+    def draw(cls, table: Frame, axes: Sequence[str], samples: int) -> "PooledTables":
+        """Redraw a table.
+
+        Args:
+            table: The table, with a column ``seed``.
+            axes: Columns that identify a cell, apart from the seed.
+            samples: Number of tables with redrawn residuals.
+
+        Returns:
+            The tables. The same table always gives the same draws.
+        """
+        import numpy
+
+        generator = numpy.random.default_rng(0)
+        strata = _make_strata(table, axes)
+        seeds = table["seed"].nunique()
+        residual_tables = []
+        for _ in range(samples):
+            changes = [stratum.draw_residuals(generator) for stratum in strata]
+            residual_tables.append(_changed_table(table, strata, changes))
+        seed_tables = []
+        for seed in range(seeds):
+            changes = [stratum.with_seed_effect(seed) for stratum in strata]
+            seed_tables.append(_changed_table(table, strata, changes))
+        degrees = sum((stratum.cells - 1) * (stratum.seeds - 1) for stratum in strata)
+        return cls(residual_tables, seed_tables, max(1, degrees), seeds)
+
+
+@dataclass(frozen=True)
+class _Stratum:
+    """Cells in which the same quantities are defined, measured with all seeds.
+
+    Attributes:
+        positions: Positions in the table ``(cell, seed, row)``.
+        columns: Measured columns.
+        means: Means over seeds ``(cell, row, column)``.
+        residuals: Residuals without seed effects ``(cell, seed, row, column)``, scaled such that
+            their variance is unbiased.
+        effects: Effects of seeds ``(seed, row, column)``.
+    """
+
+    positions: Any
+    columns: list[str]
+    means: Any
+    residuals: Any
+    effects: Any
+
+    @property
+    def cells(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def seeds(self) -> int:
+        return self.positions.shape[1]
+
+    def draw_residuals(self, generator: Any) -> Any:
+        """Return values ``(cell, seed, row, column)`` with residuals of any cells and seeds."""
+        flat = self.residuals.reshape(-1, *self.residuals.shape[2:])
+        picked = generator.integers(len(flat), size=(self.cells, self.seeds))
+        return self.means[:, None] + flat[picked]
+
+    def with_seed_effect(self, seed: int) -> Any:
+        """Return values ``(cell, 1, row, column)`` with the effect of one seed, for all seeds."""
+        return self.means[:, None] + self.effects[seed]
+
+
+def _make_strata(table: Frame, axes: Sequence[str]) -> list[_Stratum]:
+    """Return the strata of a table, without cells that keep their values."""
+    import numpy
+
+    axes = [axis for axis in axes if axis in table and axis != "seed"]
+    numeric = table.select_dtypes("number").columns
+    columns = [column for column in numeric if column not in (*axes, "seed", "diverged")]
+    values = _to_pooled_scale(table, columns)
+    diverged = numpy.zeros(len(table))
+    if "diverged" in table:
+        diverged = table["diverged"].fillna(0.0).to_numpy()
+    positions_of_cell: dict[Any, dict[Any, list[int]]] = {}
+    cell_keys = table[axes].astype(object).where(table[axes].notna(), None)
+    for position, (cell, seed) in enumerate(
+        zip(cell_keys.itertuples(index=False, name=None), table["seed"], strict=True)
+    ):
+        positions_of_cell.setdefault(cell, {}).setdefault(seed, []).append(position)
+    seeds = sorted(table["seed"].unique())
+    members_of_stratum: dict[Any, list[Any]] = {}
+    for by_seed in positions_of_cell.values():
+        row_counts = {len(positions) for positions in by_seed.values()}
+        if len(by_seed) < len(seeds) or len(row_counts) > 1:
+            continue
+        positions = numpy.array([by_seed[seed] for seed in seeds])
+        if diverged[positions].any():
+            continue
+        is_defined = numpy.isfinite(values[positions]).all(axis=0)
+        key = (is_defined.shape, is_defined.tobytes())
+        members_of_stratum.setdefault(key, []).append(positions)
+    return [
+        _make_stratum(numpy.stack(members), columns, values)
+        for members in members_of_stratum.values()
+    ]
+
+
+def _make_stratum(positions: Any, columns: list[str], values: Any) -> _Stratum:
+    import numpy
+
+    cells, seeds = positions.shape[:2]
+    measured = values[positions]
+    means = measured.mean(axis=1)
+    deviations = measured - means[:, None]
+    effects = deviations.mean(axis=0)
+    residuals = deviations - effects
+    # Deviations from estimated means are too small; these factors make variances unbiased.
+    inflation = math.sqrt(seeds / (seeds - 1))
+    if cells > 1:
+        residuals = residuals * inflation * math.sqrt(cells / (cells - 1))
+        # Means over cells also vary because of the residuals: a part that is not a seed effect.
+        residual_part = residuals.var(axis=(0, 1)) / cells
+        total = inflation**2 * effects.var(axis=0)
+        with numpy.errstate(invalid="ignore", divide="ignore"):
+            share = numpy.where(total > 0, 1 - residual_part / total, 0.0)
+        effects = effects * numpy.sqrt(numpy.clip(share, 0.0, 1.0))
+    return _Stratum(positions, columns, means, residuals, effects)
+
+
+def _changed_table(table: Frame, strata: list[_Stratum], changes: list[Any]) -> Rows:
+    """Return the table with other values of the measured columns."""
+    import numpy
+
+    changed = table.copy()
+    if not strata:
+        return Rows(changed)
+    columns = strata[0].columns
+    values = _to_pooled_scale(table, columns)
+    for stratum, change in zip(strata, changes, strict=True):
+        values[stratum.positions] = change
+    for number, column in enumerate(columns):
+        if column in LOGARITHMIC:
+            values[:, number] = numpy.exp(values[:, number])
+    changed[columns] = values
+    return Rows(changed)
+
+
+def _to_pooled_scale(table: Frame, columns: list[str]) -> Any:
+    """Return the values of columns, or their logarithms."""
+    import numpy
+
+    values = table[columns].to_numpy(dtype=float, copy=True)
+    for number, column in enumerate(columns):
+        if column in LOGARITHMIC:
+            values[:, number] = numpy.log(numpy.maximum(values[:, number], 1e-12))
+    return values
+
+
+@dataclass(frozen=True)
+class PooledError:
+    """Error of a statistic from pooled residuals.
+
+    Attributes:
+        variance: Variance of the statistic; NaN if it is not defined on redrawn tables.
+        degrees: Degrees of freedom of the variance.
+        bias: Mean over redrawn tables minus the value.
+    """
+
+    variance: float
+    degrees: float
+    bias: float
+
+
+def pooled_error(
+    statistic: Callable[[Rows], float], value: float, pooled: PooledTables
+) -> PooledError:
+    """Return the error of a statistic.
+
+    Args:
+        statistic: The statistic.
+        value: Its value on the measured table.
+        pooled: Redrawn tables.
+
+    Returns:
+        The error, by the formulas of :mod:`reproduction.claims`.
+    """
+    import numpy
+
+    redrawn = numpy.array([statistic(rows) for rows in pooled.residual_tables], dtype=float)
+    shifted = numpy.array([statistic(rows) for rows in pooled.seed_tables], dtype=float)
+    redrawn, shifted = redrawn[numpy.isfinite(redrawn)], shifted[numpy.isfinite(shifted)]
+    if len(redrawn) < 2 or len(shifted) < 2:
+        return PooledError(math.nan, math.nan, math.nan)
+    residual_variance = float(redrawn.var(ddof=1))
+    # The statistic depends on the mean of as many effects as there are seeds.
+    seed_variance = float(shifted.var(ddof=1)) / pooled.seeds
+    variance = residual_variance + seed_variance
+    degrees = 1.0
+    if variance > 0:
+        degrees = variance**2 / (
+            residual_variance**2 / pooled.residual_degrees + seed_variance**2 / (pooled.seeds - 1)
+        )
+    return PooledError(variance, degrees, float(redrawn.mean()) - value)
