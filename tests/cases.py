@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -177,6 +178,19 @@ class Recurrent(nn.Module):
         return self.head(output.mean(1) + hidden[-1])
 
 
+class Levels(nn.Module):
+    """A GRU with two levels in both directions, of which only the output is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.input = nn.Linear(4, 6)
+        self.core = nn.GRU(6, 3, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.core(self.input(x))[0].mean(1))
+
+
 def _mlp() -> nn.Module:
     layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.GELU(), nn.Linear(6, 3)]
     return nn.Sequential(*layers)
@@ -267,6 +281,8 @@ ARCHITECTURES = [
         {"memory", "query", "attention.v_proj"},
         {"head"},
     ),
+    Architecture("recurrent", Recurrent, _tokens(11, 3, 5), {"embedding"}, {"head"}),
+    Architecture("recurrent levels", Levels, _floats(3, 4, 4), {"input"}, {"head"}),
     Architecture("reused", Reused, _floats(3, 4), {"input"}, {"output"}),
     Architecture("held", Held, _floats(3, 4), {"nest.inner.a"}, {"head"}),
     Architecture("tied", Tied, _tokens(7, 3, 4), {"embedding"}, {"output"}),
@@ -313,3 +329,27 @@ FAMILIES: dict[str, Callable[..., embens.EmbeddedEnsemble]] = {
     "independent": _independent,
 }
 """Every family whose members have fixed weights, as a function of a reference and members."""
+
+
+# Combinations
+
+
+def sampled(names: str, first: list, second: list, step: int = 3) -> pytest.MarkDecorator:
+    """Parametrize a test with all pairs of two lists; most pairs run in long suites only.
+
+    Short runs have every value of both lists, and all values of ``first`` with ``second[0]``.
+
+    Args:
+        names: names of the two arguments.
+        first: values of the first argument.
+        second: values of the second argument; the first of them is the most common one.
+        step: one of ``step`` pairs is in short runs; at most the length of the lists.
+    """
+    pairs = []
+    for i, left in enumerate(first):
+        for j, right in enumerate(second):
+            is_usual = j == 0 or (i + j) % step == 0
+            label = getattr(left, "__name__", str(left))
+            marks = () if is_usual else pytest.mark.long
+            pairs.append(pytest.param(left, right, id=f"{label}, {right}", marks=marks))
+    return pytest.mark.parametrize(names, pairs)

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import optim
+from torch.utils.data import DataLoader, TensorDataset
 from training import problem
 
 import embens
 from embens import laws, networks, theory
-from embens.files import write_atomically
-from embens.training import Checkpoint, WeightAveraging
+from embens.ensemble import saving
+from embens.files import Format, write_atomically, write_tree
+from embens.training import (
+    Accumulate,
+    Autocast,
+    Batches,
+    Checkpoint,
+    ClipGradients,
+    EarlyStopping,
+    KeepBest,
+    Objective,
+    ScheduleEveryStep,
+    WeightAveraging,
+)
 
 # Import everything now: children of a fork would repeat it.
 torch.optim.SGD(embens.embed(problem.reference(), 2).parameter_groups(lr=0.1))
@@ -25,18 +41,117 @@ def kernel(folder: Path) -> None:
 
 
 def fit(folder: Path) -> None:
-    """Train with checkpoints; write the result without times, which differ."""
-    run = folder.with_name(f"run-{folder.name}")
-    generator = torch.Generator().manual_seed(1)
-    ensemble = embens.embed(problem.reference(dropout=0.3), 3, generator=generator)
-    callbacks = [Checkpoint(run, every=1), WeightAveraging(1.0)]
-    options = {"epochs": 6, "batch_size": 16, "lr": 0.05, "callbacks": callbacks}
-    history = embens.fit(ensemble, problem.data(), problem.data(20, 5), **options)
-    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+    """Train with checkpoints and validation, save the result and read it again."""
+    options = {"epochs": 6, "validation": problem.data(20, 5)}
+    ensemble = train(folder, WeightAveraging(1.0), **options)
     ensemble.save(folder / "ensemble.safetensors")
-    rows = [[r["loss"], r["validation_loss"], r["correlation"]] for r in history.epochs]
-    write_atomically(folder / "rows.json", json.dumps(rows))
     assert embens.load(folder / "ensemble.safetensors", problem.reference()).members == 3
+
+
+def train(folder: Path, *callbacks, make=embens.embed, **options) -> embens.EmbeddedEnsemble:
+    """Train with a checkpoint at every step; write weights and history without times."""
+    run = folder.with_name(f"run-{folder.name}")
+    ensemble = make(problem.reference(dropout=0.3), 3, generator=torch.Generator().manual_seed(1))
+    options = {"epochs": 2, "batch_size": 16, "lr": 0.05, "train": problem.data(), **options}
+    history = embens.fit(ensemble, callbacks=[*callbacks, Checkpoint(run, every=1)], **options)
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+    rows = []
+    for record in history.epochs:
+        rows.append([value for name, value in record.items() if name != "seconds"])
+    write_atomically(folder / "rows.json", json.dumps(rows))
+    write_tree(folder / "weights", Format("weights", 1), dict(ensemble.state_dict()))
+    return ensemble
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(TensorDataset(*problem.data()), 16, shuffle=True, generator=generator)
+
+
+CYCLE = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=8)
+FITS = {
+    "batch_ensemble": {"make": embens.batch_ensemble},
+    "mc_dropout": {"make": embens.mc_dropout},
+    "last_layer_dropout": {"make": embens.last_layer_dropout},
+    "masksembles": {"make": embens.masksembles},
+    "low_rank": {"make": partial(embens.low_rank, rank=2)},
+    "lora": {"make": partial(embens.low_rank, rank=2, kind="additive", shared="frozen")},
+    "adapt": {"make": embens.adapt},
+    "independent": {"make": embens.independent},
+    "adam": {"optimizer": optim.Adam, "lr": 1e-3},
+    "accumulate": {"callbacks": lambda: [Accumulate(2), ClipGradients(0.5)]},
+    "average": {"callbacks": lambda: [WeightAveraging(0.5)], "validation": problem.data(20, 5)},
+    "bfloat16": {"callbacks": lambda: [Autocast(torch.bfloat16)]},
+    "float16": {"callbacks": lambda: [Autocast(torch.float16)]},
+    "own_batches": {"callbacks": lambda: [Batches("own")]},
+    "split_batches": {"callbacks": lambda: [Batches("split")]},
+    "schedule_by_step": {"callbacks": lambda: [ScheduleEveryStep()], "scheduler": CYCLE},
+    "plateau": {
+        "scheduler": partial(optim.lr_scheduler.ReduceLROnPlateau, patience=0),
+        "validation": problem.data(20, 5),
+        "callbacks": lambda: [KeepBest(), EarlyStopping(1)],
+    },
+    "loader": {"train": loader},
+    "data_set": {"train": lambda: problem.Pairs(*problem.data(), noise=True)},
+    "chunks": {"callbacks": lambda: [Objective(chunk=2)], "make": embens.batch_ensemble},
+}
+"""Configurations of a run; functions are called in every process anew."""
+
+
+def train_as(name: str, folder: Path) -> None:
+    """Train one of the configurations."""
+    options = dict(FITS[name])
+    callbacks = options.pop("callbacks", list)()
+    if callable(options.get("train")):
+        options["train"] = options["train"]()
+    train(folder, *callbacks, **options)
+
+
+WORKS = {name: partial(train_as, name) for name in FITS}
+"""All that is killed; see the end of the file for the other functions."""
+
+
+def pretrained(folder: Path) -> None:
+    """Write a folder of several files twice: an old or a new one is always there."""
+    place = folder.with_name(f"run-{folder.name}")
+    place.mkdir(exist_ok=True)
+    ensembles = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        ensembles.append(embens.batch_ensemble(problem.reference(), 2, generator=generator))
+    is_repeated = (place / "started").exists()
+    (place / "started").touch()
+    if is_repeated and (place / "done").exists():
+        # The process was killed after the first folder was complete.
+        values = embens.load(place / "members", problem.reference()).state_dict()
+        candidates = [ensemble.state_dict() for ensemble in ensembles]
+        assert any(all(torch.equal(values[k], c[k]) for k in values) for c in candidates)
+        names = {path.name for path in (place / "members").iterdir()}
+        assert names == {saving.FILE, saving.CARD}
+    ensembles[0].save_pretrained(place / "members")
+    (place / "done").touch()
+    ensembles[1].save_pretrained(place / "members", results={"log loss": 0.5})
+    assert not [path for path in place.iterdir() if path.name.startswith(".")]
+    for name in (saving.FILE, saving.CARD):
+        write_atomically(folder / name, (place / "members" / name).read_bytes())
+
+
+def estimator(folder: Path) -> None:
+    """Write a saved estimator and its card twice."""
+    for _ in range(2):
+        fitted_estimator().save(folder / "model.safetensors")
+        fitted_estimator().model_card(folder / "card.md")
+        type(fitted_estimator()).load(folder / "model.safetensors")
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@functools.cache
+def fitted_estimator():
+    from embens.tabular import EmbeddedEnsembleClassifier
+
+    x, y = problem.data(60)
+    model = EmbeddedEnsembleClassifier(members=2, max_epochs=1, tune=False, random_state=0)
+    return model.fit(x.numpy(), y.numpy())
 
 
 def grid(folder: Path) -> None:
@@ -57,3 +172,6 @@ def grid(folder: Path) -> None:
     rows = {key: record["rows"] for key, record in sorted(Results(run).records.items())}
     (entry,) = page.collect(run)
     write_atomically(folder / "rows.json", json.dumps([rows, entry["claims"], entry["figure"]]))
+
+
+WORKS |= {work.__name__: work for work in (kernel, fit, pretrained, estimator, grid)}

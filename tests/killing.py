@@ -1,13 +1,11 @@
 """Kill a process at its n-th write, rename or removal, for every n in turn, or at any moment.
 
 A worker process imports all modules, runs the work once, and forks a child per kill. In the child,
-every function that changes the disk is counted, and the n-th call ends the process: a write after
-half of its bytes, any other call before it takes effect.
+every function that changes the disk is counted, and the n-th call ends the process (:mod:`disk`).
 """
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import io
 import json
@@ -22,73 +20,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import disk
+
 SCRIPT = "import sys, killing; killing.work(*sys.argv[1:])"
-FUNCTIONS = "replace rename unlink remove rmdir mkdir fsync truncate chmod".split()
 KILLED = (9, -9)
 """Exit codes of a child that was killed: by itself, or by a signal."""
 
 Work = Callable[[Path], object]
-
-
-class Killer:
-    """Count the calls that change the disk; end the process at the call with a given number."""
-
-    def __init__(self, last_call: int):
-        self.last_call = last_call
-        self.calls = 0
-        for name in FUNCTIONS:
-            setattr(os, name, self.counted(getattr(os, name)))
-        original_open = io.open
-
-        def counting_open(file, mode="r", *arguments, **options):
-            opened = original_open(file, mode, *arguments, **options)
-            if set(mode) & set("wax+"):
-                return CountedFile(opened, self)
-            return opened
-
-        io.open = builtins.open = counting_open
-
-    def counted(self, function: Callable) -> Callable:
-        def call(*arguments, **options):
-            self.count()
-            return function(*arguments, **options)
-
-        return call
-
-    def count(self, before_kill: Callable = lambda: None) -> None:
-        self.calls += 1
-        if self.calls == self.last_call:
-            before_kill()
-            os._exit(9)
-
-
-class CountedFile:
-    """A file whose writes are counted."""
-
-    def __init__(self, file, killer: Killer):
-        self._file = file
-        self._killer = killer
-
-    def write(self, content):
-        def write_half():
-            self._file.write(content[: len(content) // 2])
-            self._file.flush()
-
-        self._killer.count(write_half)
-        return self._file.write(content)
-
-    def __enter__(self):
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self._file.__exit__(*error)
-
-    def __iter__(self):
-        return iter(self._file)
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
 
 
 def work(folder: str, plans: str) -> None:
@@ -105,7 +43,7 @@ def work(folder: str, plans: str) -> None:
     for name, (step, moments) in json.loads(plans).items():
         place = Path(folder, name)
         place.mkdir()
-        counts[name] = kill_often(getattr(killed, name), place, step, moments)
+        counts[name] = kill_often(killed.WORKS[name], place, step, moments)
     print(json.dumps(counts))
 
 
@@ -176,7 +114,7 @@ def run_child(function: Work, folder: Path, last_call: int) -> None:
         signal.alarm(300)
         sys.stdout = io.StringIO()
         if last_call > 0:
-            Killer(last_call)
+            disk.install(disk.Killer(last_call))
         function(folder)
     except BaseException:
         traceback.print_exc()

@@ -162,15 +162,19 @@ def mutate_often(kind: str, folder: Path, count: int) -> dict[str, int]:
 
 def mutate_apart(kind: str, folder: Path, count: int) -> dict[str, int]:
     """Do the same in another process, whose memory is its own."""
-    paths = [
-        str(Path(__file__).parent),
-        str(Path(__file__).parents[1]),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
+    return run_apart("mutated.mutate_often", kind, folder, count)
+
+
+def run_apart(function: str, kind: str, folder: Path, count: int) -> dict[str, int]:
+    """Call a function ``module.name`` of the tests in another process."""
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    script = "import sys, json, pathlib, mutated; kind, folder, count = sys.argv[1:]; "
-    script += "print(json.dumps(mutated.mutate_often(kind, pathlib.Path(folder), int(count))))"
+    module = function.split(".")[0]
+    script = f"import sys, json, pathlib, {module}; kind, folder, count = sys.argv[1:]; "
+    script += f"print(json.dumps({function}(kind, pathlib.Path(folder), int(count))))"
     command = [sys.executable, "-c", script, kind, str(folder), str(count)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])

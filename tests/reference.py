@@ -1,10 +1,12 @@
 """Members written by hand, which the tests compare ensembles with."""
 
 import copy
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from embens import EmbeddedEnsemble
@@ -30,12 +32,20 @@ def modulations(ensemble: EmbeddedEnsemble) -> dict[tuple[str, str], Modulation]
 def member_by_hand(reference: nn.Module, ensemble: EmbeddedEnsemble, a: int) -> nn.Module:
     """Return the reference with hooks that multiply inputs of layers by u and outputs by v.
 
-    The weights of attention are scaled by rows and columns instead.
+    The weights of attention are scaled by rows and columns instead, and recurrent layers run step
+    by step.
     """
     network = copy.deepcopy(reference)
     modules = dict(network.named_modules())
+    recurrent = {name for name, module in modules.items() if isinstance(module, nn.RNNBase)}
+    scales: dict[str, dict[tuple[str, str], Tensor]] = {name: {} for name in recurrent}
     for site in ensemble.spec.sites:
         values = ensemble.site_values(site).detach()[a].repeat_interleave(site.repeat)
+        core = site.layer if site.layer in recurrent else site.layer.rpartition(".")[0]
+        if core in recurrent:
+            level = site.layer.removeprefix(core).lstrip(".") or "l0"
+            scales[core][level, site.kind] = values
+            continue
         owner, _, projection = site.layer.rpartition(".")
         if isinstance(modules.get(owner), nn.MultiheadAttention):
             _scale_projection(modules[owner], projection, site.kind, values)
@@ -49,7 +59,51 @@ def member_by_hand(reference: nn.Module, ensemble: EmbeddedEnsemble, a: int) -> 
             )
         else:
             layer.register_forward_hook(lambda m, args, output, values=values: output * values)
+    for name in recurrent:
+        modules[name].forward = functools.partial(run_by_hand, modules[name], scales[name])
     return network
+
+
+def run_by_hand(
+    core: nn.RNNBase, scales: dict[tuple[str, str], Tensor], x: Tensor
+) -> tuple[Tensor, object]:
+    """Return what an LSTM or GRU returns, with its inputs and gates multiplied by scales.
+
+    Args:
+        core: with ``batch_first``.
+        scales: u and v by ("l0", "post"), ("l0_reverse", "pre") and so on.
+        x: ``(batch, time, feature)``.
+    """
+    hidden, cells = [], []
+    for level in range(core.num_layers):
+        outputs = []
+        for suffix in ("", "_reverse")[: 1 + core.bidirectional]:
+            key = f"l{level}{suffix}"
+            u, v = scales.get((key, "post"), 1.0), scales.get((key, "pre"), 1.0)
+            tensors = [getattr(core, f"{name}_{key}") for name in ("weight_ih", "bias_ih")]
+            h = c = x.new_zeros(len(x), core.hidden_size)
+            steps = []
+            times = reversed(range(x.shape[1])) if suffix else range(x.shape[1])
+            for time in times:
+                from_input = v * F.linear(u * x[:, time], *tensors)
+                weight, bias = getattr(core, f"weight_hh_{key}"), getattr(core, f"bias_hh_{key}")
+                from_state = v * F.linear(h, weight, bias)
+                if isinstance(core, nn.LSTM):
+                    i, f, g, o = (from_input + from_state).chunk(4, -1)
+                    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                    h = o.sigmoid() * c.tanh()
+                else:
+                    r, z, n = zip(from_input.chunk(3, -1), from_state.chunk(3, -1), strict=True)
+                    new = (n[0] + sum(r).sigmoid() * n[1]).tanh()
+                    h = new + sum(z).sigmoid() * (h - new)
+                steps.append(h)
+            hidden.append(h)
+            cells.append(c)
+            outputs.append(torch.stack(steps[::-1] if suffix else steps, 1))
+        x = torch.cat(outputs, -1)
+    if isinstance(core, nn.LSTM):
+        return x, (torch.stack(hidden), torch.stack(cells))
+    return x, torch.stack(hidden)
 
 
 def _scale_projection(

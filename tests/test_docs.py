@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from pages import ROOT, blocks, check_references, run
 
@@ -21,3 +23,13 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES)
 def test_links_files_and_make_targets_of_a_page_exist(page):
     check_references(PAGES[page])
+
+
+def test_the_tutorial_shows_what_it_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run(DOCS / "tutorial.md")
+    printed = capsys.readouterr().out
+    shown = "".join(re.findall(r"```text\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL))
+    # Digits after a point depend on the machine.
+    digits = re.compile(r"\d+\.\d+")
+    assert digits.sub("#", shown) == digits.sub("#", printed)

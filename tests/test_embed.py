@@ -24,6 +24,20 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
 
 
+def hooked_by_closure() -> nn.Sequential:
+    """Return a network with a hook that works on the network itself, and not on its copies."""
+    net = mlp()
+    net.results = []
+    net[0].register_forward_hook(lambda module, args, result: net.results.append(result))
+    return net
+
+
+def replaced_by_closure() -> nn.Sequential:
+    net = mlp()
+    net[2].forward = lambda x, layer=net[2]: x @ layer.weight.T
+    return net
+
+
 def build(case: Architecture) -> tuple[nn.Module, torch.Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -286,6 +300,8 @@ def test_invalid_arguments_raise_and_leave_the_reference_as_it_was(arguments, er
             ValueError,
             "has no shape yet. Call the reference once",
         ),
+        (hooked_by_closure, ValueError, "a hook of '0' refers to the reference itself"),
+        (replaced_by_closure, ValueError, "attribute 'forward' of '2' refers to the reference"),
         (lambda: embens.batch_ensemble(mlp(), 2), TypeError, "ensemble. Pass a plain network"),
         (
             lambda: nn.Sequential(embens.batch_ensemble(mlp(), 2)),
@@ -500,12 +516,65 @@ def test_layers_of_unknown_type_are_named_in_a_warning():
     assert {site.layer for site in ensemble.spec.sites} == {"0", "2"}
 
 
-def test_a_warning_names_bare_parameters_that_hold_most_of_the_weights():
-    reference = nn.Sequential(nn.Linear(3, 9), Unknown("matrix", 9), nn.Linear(9, 2))
-    with pytest.warns(UserWarning, match=r"most of the weights: '1.matrix' belong to no layer"):
-        embens.embed(reference, 3)
-    small = nn.Sequential(nn.Linear(9, 5), Unknown("matrix", 5), nn.Linear(5, 9))
-    embens.embed(small, 3)
+class Signals(nn.Module):
+    """A recurrent layer on the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.core = nn.GRU(3, 8, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.core(x)[0][:, -1])
+
+
+def test_both_directions_of_the_first_level_are_first_layers():
+    flow = read_flow(nn.GRU(3, 4, num_layers=2, bidirectional=True))
+    assert (flow.first, flow.last) == ({"", "l0_reverse"}, {"l1", "l1_reverse"})
+
+
+class TestEqualWeights:
+    """A warning names what is left out if members differ in less than half of the weights."""
+
+    def test_bare_parameters_are_named(self):
+        reference = nn.Sequential(nn.Linear(3, 9), Unknown("matrix", 9), nn.Linear(9, 2))
+        with pytest.warns(
+            UserWarning, match=r"most of the weights: .* '1.matrix'\. Keep"
+        ) as caught:
+            embens.embed(reference, 3)
+        assert caught[0].filename == __file__
+
+    @pytest.mark.parametrize("family", ["mc_dropout", "masksembles"])
+    def test_recurrent_weights_without_masks_are_named(self, family):
+        with pytest.warns(UserWarning, match=r"'core.weight_hh_l0'.*batch_ensemble") as caught:
+            getattr(embens, family)(Signals(), 3)
+        assert caught[0].filename == __file__
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: embens.batch_ensemble(Signals(), 3),
+            lambda: embens.low_rank(Signals(), 3, rank=1),
+            lambda: embens.adapt(Signals(), 3),
+            lambda: embens.adapt(Signals(), 3, by="head"),
+            lambda: embens.last_layer_dropout(Signals(), 3),
+            lambda: embens.mc_dropout(Signals(), 3, sites=["head"]),
+            lambda: embens.mc_dropout(Signals(), 3, sites=lambda name, module: name == "head"),
+            lambda: embens.embed(Signals(), 3, None, {"head": laws.Normal()}),
+            lambda: embens.embed(Signals(), 3, None, None, own=["core", "head"]),
+            lambda: embens.mc_dropout(nn.Sequential(nn.Linear(99, 3), nn.ReLU(), nn.Linear(3, 2))),
+            lambda: embens.embed(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 99)), 3, post=None),
+            lambda: embens.embed(
+                nn.Sequential(nn.Linear(9, 5), Unknown("matrix", 5), nn.Linear(5, 9)), 3
+            ),
+            lambda: embens.last_layer_dropout(
+                nn.Sequential(nn.Linear(3, 4), Unknown("weight", 4), nn.Linear(4, 2)), 3
+            ),
+        ],
+        ids=range(13),
+    )
+    def test_there_is_no_warning_where_members_differ_or_the_choice_is_explicit(self, make):
+        make()  # warnings are errors
 
 
 def test_fixed_modulations_that_cancel_in_the_mean_are_reported():

@@ -290,15 +290,13 @@ def build_low_rank(case, kind, **options):
 @every_case
 @every_kind
 def test_weights_of_a_low_rank_member_are_those_of_the_definition(case, kind):
-    if case.name == "recurrent":
-        pytest.skip("recurrent layers have no low-rank members")
     reference, ensemble, x = build_low_rank(case, kind, scale=0.7)
     member = ensemble.member(1)
     layers = find_layers(reference)
     assert [site.layer for site in ensemble.spec.low_rank] == list(layers)
     for name, layer in layers.items():
-        shared = layer.part(getattr(reference.get_submodule(layer.module), layer.weights[0]))
-        weight = layer.part(getattr(member.get_submodule(layer.module), layer.weights[0]))
+        shared = layer.matrix(reference.get_submodule(layer.module))
+        weight = layer.matrix(member.get_submodule(layer.module))
         left, right = ensemble.individual[f"{name}.left"], ensemble.individual[f"{name}.right"]
         delta = (left[1] @ right[1]).reshape(shared.shape)
         expected = shared * (1 + delta) if kind == "multiplicative" else shared + delta
@@ -488,3 +486,18 @@ def test_the_spread_of_adapted_members_falls_with_the_number_of_modulated_inputs
 def test_invalid_options_of_adapt_raise(option):
     with pytest.raises(ValueError, match=f"{option}: unknown 'other'"):
         embens.adapt(mlp(), 3, **{option: "other"})
+
+
+def test_separate_networks_have_no_parametrized_layers():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="'0' is parametrized, so members cannot have separate"):
+        embens.independent(nn.Sequential(layer, nn.Linear(3, 2)), 2)
+
+
+def test_low_rank_members_leave_the_buffers_of_a_parametrized_reference():
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+    reference = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 2)).train()
+    before = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    embens.low_rank(reference, 2, rank=1)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(tensor, before[name])

@@ -13,9 +13,9 @@ from source import MODULES, arrows, imports
 import embens
 
 ORDER = (
-    ["checks", "trees", "modes"],
+    ["checks", "trees", "modes", "markdown"],
     ["laws", "files", "metrics", "mixtures", "sources"],
-    ["networks", "uncertainty"],
+    ["networks", "uncertainty", "fields", "folders"],
     ["sites"],
     ["graph"],
     ["optim"],
@@ -25,6 +25,7 @@ ORDER = (
     ["theory"],
     ["training", "prediction"],
     ["finite", "evaluation"],
+    ["comparison"],
     ["tabular"],
 )
 """Rooms of the library; a room imports only from rooms on its own line or above it."""
@@ -146,3 +147,31 @@ def test_the_walk_from_a_network_to_a_step_crosses_at_most_eight_files():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[0]) <= 8, result.stdout
+
+
+def test_a_fit_of_a_table_crosses_at_most_twenty_files():
+    """Default arguments, numeric and categorical columns, held-out rows, search."""
+    program = (
+        "import sys, numpy, pandas, embens.tabular\n"
+        "def profile(frame, event, argument):\n"
+        "    code = frame.f_code\n"
+        "    if event == 'call' and 'embens' in code.co_filename and code.co_name != '<module>':\n"
+        "        files.add(code.co_filename)\n"
+        "rng = numpy.random.default_rng(0)\n"
+        "size, colour = rng.normal(size=60), rng.choice(list('rgb'), 60)\n"
+        "X = pandas.DataFrame({'size': size, 'colour': colour})\n"
+        "y = size + (colour == 'r')\n"
+        "for kind, target in (('Classifier', y > 0), ('Regressor', y)):\n"
+        "    files = set()\n"
+        "    model = getattr(embens.tabular, f'EmbeddedEnsemble{kind}')(max_epochs=1)\n"
+        "    sys.setprofile(profile)\n"
+        "    model.fit(X, target)\n"
+        "    sys.setprofile(None)\n"
+        "    assert model.held_out_\n"
+        "    print(len(files), sorted(files))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    counts = [int(line.split()[0]) for line in result.stdout.splitlines()]
+    assert len(counts) == 2
+    assert max(counts) <= 20, result.stdout

@@ -137,7 +137,7 @@ def test_raises_for_invalid_outputs(metric, spoil, error, message):
     ("spoil", "error", "message"),
     [
         (lambda y: y.tolist(), TypeError, "got list. Convert with torch.as_tensor"),
-        (lambda y: y.float(), TypeError, r"got torch.float32. Convert with target.long\(\)"),
+        (lambda y: y.float(), TypeError, r"got torch.float32\. For values .* use embens.evaluate"),
         (lambda y: y.bool(), TypeError, "got torch.bool"),
         (lambda y: y[:, None], ValueError, r"got shape \(20, 1\). Squeeze a column"),
         (lambda y: y[1:], ValueError, r"got shape \(19,\)"),

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
-from embens.mixtures import crps, negative_log_likelihood, quantile
+from embens.mixtures import CACHED_VALUES, best_scale, crps, negative_log_likelihood, quantile
 
 
 @pytest.fixture
@@ -65,6 +65,15 @@ def test_the_crps_of_point_masses_is_that_of_the_empirical_distribution():
     torch.testing.assert_close(crps(means, torch.zeros(3, 1), torch.tensor([2.0])), expected)
 
 
+def test_the_crps_of_many_rows_equals_that_of_each_row():
+    rows = 2 * CACHED_VALUES // 40 + 3  # several blocks, the last one smaller
+    means, stds = torch.randn(2, 40, rows, 1, dtype=torch.float64)
+    stds, target = stds.abs() + 0.01, torch.zeros(rows, 1, dtype=torch.float64)
+    scores = crps(means, stds, target)
+    for row in (0, rows // 2, rows - 1):
+        torch.testing.assert_close(scores[row], crps(means[:, row], stds[:, row], target[row]))
+
+
 @pytest.mark.parametrize("q", [1e-6, 0.05, 0.5, 0.975])
 def test_quantiles_invert_the_distribution_function(mixture, q):
     means, stds = mixture
@@ -84,3 +93,10 @@ def test_quantiles_keep_the_dtype_and_raise_out_of_range():
     assert values.dtype == torch.float32
     with pytest.raises(ValueError, match="q must be a number between 0 and 1, got 1"):
         quantile(torch.zeros(1, 3), torch.ones(1, 3), 1)
+
+
+def test_the_best_scale_is_a_minimum_or_one():
+    assert best_scale(lambda scale: torch.tensor((math.log(scale) - 1) ** 2)) == pytest.approx(
+        math.e, rel=1e-3
+    )
+    assert best_scale(lambda scale: torch.tensor(0.0)) == 1.0

@@ -865,3 +865,87 @@ def test_invalid_arguments_of_parameter_groups_raise(arguments, error, message):
     ensemble = embens.batch_ensemble(make_reference(), 3)
     with pytest.raises(error, match=message):
         ensemble.parameter_groups(**arguments)
+
+
+class TestRates:
+    """Gamma is a ratio of learning rates, which schedulers and loops cannot lose silently."""
+
+    def optimizer(self, kind=optim.SGD, lr: float = 0.1, **options):
+        ensemble = embens.batch_ensemble(make_reference(), 4, p=0.9)
+        groups = ensemble.parameter_groups(lr, gamma=1, optimizer=kind, **options)
+        for parameter in ensemble.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return kind(groups)
+
+    @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
+    @pytest.mark.parametrize(
+        "overwrite",
+        [
+            lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
+            lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=0.7, total_steps=10),
+            lambda o: optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+            lambda o: [group.update(lr=0.05) for group in o.param_groups],
+        ],
+        ids=["one cycle", "one cycle, other rate", "cyclic", "loop"],
+    )
+    def test_one_absolute_rate_for_all_groups_raises(self, kind, overwrite):
+        optimizer = self.optimizer(kind)
+        optimizer.step()
+        overwrite(optimizer)
+        with pytest.raises(ValueError, match=r"without gamma \(factor 0\..*gamma_factor"):
+            optimizer.step()
+
+    def test_a_single_group_with_the_full_rate_raises(self):
+        ensemble = embens.mc_dropout(make_reference(), 4)
+        optimizer = optim.SGD(ensemble.parameter_groups(0.1, gamma=1))
+        optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False)
+        with pytest.raises(ValueError, match=r"set to 0\.1 without gamma"):
+            optimizer.step()
+
+    @pytest.mark.parametrize(
+        "make_scheduler",
+        [
+            lambda o: optim.lr_scheduler.StepLR(o, 1),
+            lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 5),
+            lambda o: optim.lr_scheduler.LinearLR(o),
+            lambda o: optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+            lambda o: optim.lr_scheduler.OneCycleLR(
+                o, [0.1 * g["gamma_factor"] for g in o.param_groups], 7, cycle_momentum=False
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("options", [{}, {"modulation_lr": 0.5}, {"modulation_lr": 0.025}])
+    def test_rates_in_the_planned_ratio_pass(self, make_scheduler, options):
+        optimizer = self.optimizer(**options)
+        scheduler = make_scheduler(optimizer)
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+
+    def test_a_ratio_that_drifts_is_reported_once(self):
+        optimizer = self.optimizer()
+        scheduler = optim.lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01)
+
+        def train():
+            for _ in range(13):
+                optimizer.step()
+                scheduler.step()
+
+        with pytest.warns(UserWarning, match=r"so gamma changes.*eta_min=0") as caught:
+            train()
+        assert [warning.filename for warning in caught] == [__file__]
+
+    def test_the_check_survives_saving_the_optimizer(self):
+        optimizer = self.optimizer()
+        optimizer.load_state_dict(optimizer.state_dict())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05
+        with pytest.raises(ValueError, match="without gamma"):
+            optimizer.step()
+
+    def test_other_optimizers_are_left_alone(self):
+        self.optimizer()
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        optim.SGD([{"params": [parameter], "lr": 0.1}]).step()
+        assert torch.equal(parameter.detach(), torch.tensor([0.9, 0.9]))

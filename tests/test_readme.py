@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 from pages import ROOT, blocks, check_references, run
 
 README = ROOT / "README.md"
 
 
+@pytest.mark.filterwarnings("ignore:Only .* held-out rows calibrate")
 def test_every_block_runs_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run(README)
-    assert names["outputs"].shape == (8, 256, 3)
-    assert 0.8 < names["inside"] <= 1
+    assert names["outputs"].shape == (4, 256, 3)
+    assert 0.8 < names["inside"].mean() <= 1
 
 
 def test_it_is_short():
@@ -20,6 +24,11 @@ def test_it_is_short():
 
 def test_the_first_example_has_at_most_twelve_lines():
     assert len([line for line in blocks(README)[0].splitlines() if line.strip()]) <= 12
+
+
+def test_no_sentence_has_three_percentages():
+    sentences = re.split(r"[.:;]\s|\n\n|\|", README.read_text())
+    assert max(len(re.findall(r"\d\s?%", sentence)) for sentence in sentences) < 3
 
 
 def test_it_has_no_sphinx_directives():

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from embens.sources import input_batches, labelled_batches, split_target
+from embens.sources import (
+    count_inputs,
+    has_weights,
+    input_batches,
+    labelled_batches,
+    split_target,
+)
 
 X = torch.arange(14.0).view(7, 2)
 Z = torch.arange(7.0)
@@ -131,3 +139,32 @@ def test_missing_targets_and_unequal_rows_raise():
         list(labelled_batches((X, Y[:5]), batch_size=3))
     with pytest.raises(TypeError, match="without a target"):
         split_target("text")
+
+
+def test_the_numbers_of_inputs_are_those_of_the_signature():
+    assert count_inputs(lambda x: x) == (1, 1)
+    assert count_inputs(lambda x, z=None, *, w=0: x) == (1, 2)
+    assert count_inputs(lambda x, *more: x) == (1, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("parts", "counts", "expected"),
+    [
+        (2, (1, 1), False),
+        (3, (1, 1), True),
+        (3, (2, 2), False),
+        (4, (2, 2), True),
+        (3, None, False),
+        (3, (3, 3), False),
+    ],
+)
+def test_weights_follow_the_target_if_there_are_more_parts_than_inputs(parts, counts, expected):
+    assert has_weights(tuple(torch.zeros(5) for _ in range(parts)), counts) is expected
+
+
+def test_weights_of_nested_inputs_are_the_third_part():
+    x, y, w = torch.zeros(5, 2), torch.zeros(5), torch.ones(5)
+    assert has_weights(((x,), y, w), (1, 2))
+    assert not has_weights(((x, x), y), (2, 2))
+    with pytest.raises(TypeError, match="ambiguous"):
+        has_weights((x, y, w), (1, 2))

@@ -18,8 +18,7 @@ WITHOUT_TESTS: set[str] = set()
 """Files of the source that have no test file of their name yet."""
 
 PRIVATE_READS = {
-    ("embens.graph.guards", "_version"),
-    ("embens.graph.reading", "_autograd"),
+    ("embens.graph.tracing", "_autograd"),
 }  # of torch
 """Private names of other files that a file still reads."""
 
@@ -32,6 +31,7 @@ LONG_BY_PROMISE = {
 """Signatures that the public promise fixes."""
 
 LONG = {
+    "embens.comparison.compare",
     "embens.families.low_rank",
     "embens.graph.attention.attend",
     "embens.graph.folding.modulated_convolution",

@@ -96,6 +96,7 @@ def test_scores_of_classes_are_scikit_learns():
     assert found["member_loss"] == pytest.approx(np.mean(both), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Columns read as seconds")
 @pytest.mark.parametrize("kind", ["classes", "number"])
 @pytest.mark.parametrize("name", ["random_forest", "small"])
 def test_a_fit_gives_a_row_of_all_scores(kind, name, monkeypatch):

@@ -368,8 +368,21 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-@pytest.mark.parametrize("family", FAMILIES)
+USUAL = {("batch ensemble", True), ("last layer", False), ("separate", True)}
+
+
+def modes() -> list:
+    """Return families and modes; each occurs in short runs, all pairs in long ones."""
+    combinations = []
+    for family in FAMILIES:
+        for training in (False, True):
+            mode = "training" if training else "evaluation"
+            marks = () if (family, training) in USUAL else pytest.mark.long
+            combinations.append(pytest.param(family, training, id=f"{family}-{mode}", marks=marks))
+    return combinations
+
+
+@pytest.mark.parametrize(("family", "training"), modes())
 @pytest.mark.parametrize("run", RIGHT, ids=lambda run: run.__name__)
 @pytest.mark.filterwarnings("ignore:the data flow of", "ignore:members do not differ in")
 def test_members_are_right_whatever_the_code_does(run, family, training):

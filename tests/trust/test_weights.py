@@ -1,0 +1,281 @@
+"""Code that reaches weights in unusual ways sees those of one member, or is refused."""
+
+import functools
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from trust.story import FAMILIES, follow, grow_up, quiet, x_of
+
+import embens
+
+
+class Net(nn.Module):
+    """Layers a, b and out; a function does the work."""
+
+    def __init__(self, run, prepare=lambda s: None):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.run = run
+        prepare(self)
+
+    def forward(self, x):
+        return self.run(self, torch.tanh(self.a(x)))
+
+
+def all_parameters(s, h):
+    return s.out(torch.tanh(s.b(h))) + sum(p.square().sum() for p in s.parameters())
+
+
+def named_parameters(s, h):
+    weights = dict(s.named_parameters())
+    return F.linear(torch.tanh(F.linear(h, weights["b.weight"])), weights["out.weight"])
+
+
+def state(s, h):
+    weights = s.state_dict()
+    return F.linear(torch.tanh(F.linear(h, weights["b.weight"])), weights["out.weight"])
+
+
+def state_of_a_layer(s, h):
+    return s.out(F.linear(h, s.b.state_dict()["weight"]))
+
+
+def functional_call(s, h):
+    return s.out(torch.func.functional_call(s.b, dict(s.b.named_parameters()), (h,)))
+
+
+def functional_call_of_twice(s, h):
+    weights = {name: 2 * p for name, p in s.b.named_parameters()}
+    return s.out(torch.func.functional_call(s.b, weights, (h,)))
+
+
+def mapped(s, h):
+    return s.out(torch.vmap(s.b)(h))
+
+
+def mapped_gradient(s, h):
+    return torch.vmap(torch.func.grad(lambda row: s.out(torch.tanh(s.b(row))).sum()))(h)
+
+
+def jacobian(s, h):
+    return torch.vmap(torch.func.jacrev(lambda row: s.out(torch.tanh(s.b(row)))))(h)
+
+
+def by_path(s, h):
+    return s.out(F.linear(h, s.get_parameter("b.weight"), s.get_submodule("b").bias))
+
+
+def by_children(s, h):
+    layers = list(s.children())
+    return layers[2](torch.tanh(layers[1](h)))
+
+
+def by_dictionary(s, h):
+    return s.out(F.linear(h, s.b.__dict__["_parameters"]["weight"]))
+
+
+def spectral(s, h):
+    weight = s.b.weight / torch.linalg.matrix_norm(s.b.weight, 2)
+    return s.out(F.linear(h, weight))
+
+
+def standardised(s, h):
+    weight = s.b.weight - s.b.weight.mean(1, keepdim=True)
+    return s.out(F.linear(h, weight, s.b.bias))
+
+
+def chosen_by_norm(s, h):
+    return s.out(s.b(h)) if s.b.weight.norm().item() > 2.5 else s.out(h)
+
+
+def norm_of_a_weight(s, h):
+    return s.out(s.b(h)) / s.b.weight.norm().item()
+
+
+READS = [
+    *(all_parameters, named_parameters, state, state_of_a_layer, functional_call),
+    *(functional_call_of_twice, mapped, mapped_gradient, jacobian, by_path, by_children),
+    *(by_dictionary, spectral, standardised, chosen_by_norm, norm_of_a_weight),
+]
+
+
+@pytest.mark.parametrize("index", range(len(READS)), ids=lambda index: READS[index].__name__)
+@quiet
+def test_code_sees_the_weights_of_its_member(index):
+    ensemble = grow_up(Net(READS[index]), list(FAMILIES)[index % 3])
+    follow(ensemble, [x_of(), x_of(2)])
+
+
+def listed(s):
+    s.weights = [s.b.weight, {"out": s.out.weight}]
+
+
+def held(s):
+    vars(s)["weight_of_b"] = s.b.weight
+
+
+def hidden_modules(s):
+    s.order = [s.b, nn.Tanh(), s.out]
+
+
+def partial(s):
+    s.call = functools.partial(F.linear, weight=s.b.weight)
+
+
+def partial_method(s):
+    s.call = functools.partial(Net.second, s)
+
+
+def bound(s):
+    s.call = s.b.forward
+
+
+Net.second = lambda self, h: self.b(h)
+
+
+def through_b(s, h):
+    return s.out(F.linear(h, s.b.weight))
+
+
+def through_out(s, h):
+    return F.linear(s.b(h), s.out.weight)
+
+
+def in_order(s, h):
+    return s.out(torch.tanh(s.b(h)))
+
+
+def plain(s, h):
+    return s.out(s.b(h))
+
+
+HELD = {
+    "list": (lambda s, h: s.out(F.linear(h, s.weights[0])), listed, through_b),
+    "dictionary": (lambda s, h: F.linear(s.b(h), s.weights[1]["out"]), listed, through_out),
+    "attribute": (lambda s, h: s.out(F.linear(h, s.weight_of_b)), held, through_b),
+    "modules": (
+        lambda s, h: s.order[2](s.order[1](s.order[0](h))),
+        hidden_modules,
+        in_order,
+    ),
+    "partial of a method": (lambda s, h: s.out(s.call(h)), partial_method, plain),
+    "bound method": (lambda s, h: s.out(s.call(h)), bound, plain),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", HELD)
+@quiet
+def test_weights_in_attributes_are_those_of_the_member_or_refused(case, family):
+    run, prepare, same_run = HELD[case]
+    reference, twin = Net(run, prepare), Net(same_run)
+    twin.load_state_dict(reference.state_dict())
+    if family == "own last layer" and prepare is listed:
+        with pytest.raises(ValueError, match="'weights' of 'the reference' holds the parameter"):
+            grow_up(reference, family)
+        return
+    ensemble = grow_up(reference, family)
+    follow(ensemble, [x_of(), x_of(2)])
+    expected = grow_up(twin, family)
+    torch.testing.assert_close(ensemble(x_of()), expected(x_of()))
+    torch.testing.assert_close(ensemble.member(1)(x_of()), expected(x_of())[1])
+
+
+def closed(s):
+    s.call = lambda h: s.b(h)
+
+
+def closed_over_a_layer(s):
+    layer = s.b
+    s.call = lambda h: layer(h)
+
+
+def closed_over_a_weight(s):
+    weight = s.b.weight
+    s.call = lambda h: F.linear(h, weight)
+
+
+def closed_in_a_list(s):
+    s.call = [lambda h: s.b(h)]
+
+
+def default_argument(s):
+    s.call = lambda h, layer=s.b: layer(h)
+
+
+def hooked(s):
+    s.kept = {}
+    s.b.register_forward_hook(lambda module, args, output: s.kept.update(b=output))
+
+
+def weak(s):
+    s.call = weakref.ref(s.b)
+
+
+def weak_proxy(s):
+    s.call = [weakref.proxy(s.b)]
+
+
+REFUSED = {
+    "partial with a weight": partial,
+    "closure": closed,
+    "closure over a layer": closed_over_a_layer,
+    "closure over a weight": closed_over_a_weight,
+    "closure in a list": closed_in_a_list,
+    "default argument": default_argument,
+    "hook": hooked,
+    "weak reference": weak,
+    "weak proxy": weak_proxy,
+}
+
+
+@pytest.mark.parametrize("family", ["batch ensemble", "independent"])
+@pytest.mark.parametrize("case", REFUSED)
+@quiet
+def test_functions_that_hold_the_original_network_are_refused_by_name(case, family):
+    reference = Net(lambda s, h: s.out(s.b(h)), REFUSED[case])
+    make = embens.independent if family == "independent" else embens.batch_ensemble
+    name = "hook" if case == "hook" else "'call'"
+    with pytest.raises(ValueError, match=f"{name}.* refers to the reference"):
+        make(reference, 3)
+
+
+class Branching(nn.Module):
+    """A shared module that members call a different number of times."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6)
+        self.choose = choose
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        if self.choose(h):
+            h = self.norm(torch.tanh(self.b(h)))
+        h = torch.tanh(self.b(h))
+        while h.square().sum() > 8:
+            h = 0.5 * torch.tanh(self.b(h))
+        return self.out(h)
+
+
+BRANCHES = {
+    "sum": lambda h: h.sum() > 0,
+    "number": lambda h: h.mean().item() > 0,
+    "largest": lambda h: h.argmax() % 2 == 0,
+    "never in the example": lambda h: h.abs().max() > 0.999,
+    "always": lambda h: h.abs().max() > -1,
+}
+
+
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("case", BRANCHES)
+@pytest.mark.parametrize("training", [False, True])
+@quiet
+def test_members_take_branches_of_their_own(case, example, training):
+    options = {"example_input": x_of()} if example else {}
+    ensemble = grow_up(Branching(BRANCHES[case]), "batch ensemble", **options).train(training)
+    follow(ensemble, [x_of(seed=seed) for seed in range(4)])
