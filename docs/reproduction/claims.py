@@ -13,19 +13,19 @@ from reproduction.report.page import collect
 from reproduction.storage import write_atomically
 
 FOLDER = Path(__file__).parent
-SQUARES = {"holds": "🟩", "does not hold": "🟥", "undecided": "🟨"}
+VERDICTS = ("holds", "does not hold", "undecided")
 HEAD = """# Claims of the paper, as measured
 
 Written by `claims.py`; do not edit by hand.
 
-One square for each claim: 🟩 holds, 🟥 does not hold, 🟨 undecided.
+The table counts the claims of each experiment by verdict.
 """
 
 
 def markdown(entries: list[dict[str, Any]]) -> str:
     """Return the page of entries from :func:`reproduction.report.page.collect`."""
-    lines = [HEAD, table_row("experiment", "claims", "cells", "seeds", "core minutes")]
-    lines.append(table_row("-", "-", "-", "-", "-"))
+    lines = [HEAD, table_row("experiment", *VERDICTS, "cells", "seeds", "core minutes")]
+    lines.append(table_row("-", *["-:"] * (len(VERDICTS) + 3)))
     for entry in entries:
         lines.append(summary_row(entry))
     for entry in entries:
@@ -40,10 +40,11 @@ def title_of(entry: dict[str, Any]) -> str:
 def summary_row(entry: dict[str, Any]) -> str:
     manifest, claims, title = entry["manifest"], entry["claims"], title_of(entry)
     link = f"[{title}](#{title.replace(' ', '-')})"
-    squares = "".join(SQUARES[claim["verdict"]] for claim in claims)
+    verdicts = [claim["verdict"] for claim in claims]
+    counts = [verdicts.count(verdict) for verdict in VERDICTS]
     seeds = max((claim["seeds"] for claim in claims), default=0)
     minutes = round(manifest["cell_seconds"] / 60)
-    return table_row(link, squares, manifest["cells"], seeds, minutes)
+    return table_row(link, *counts, manifest["cells"], seeds, minutes)
 
 
 def section(entry: dict[str, Any]) -> list[str]:

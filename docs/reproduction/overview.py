@@ -1,0 +1,196 @@
+"""Write index.md: one row for each figure of the paper, with the claim that matters most.
+
+Run from the repository root: ``python -m docs.reproduction.overview``
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reproduction.report.page import collect
+from reproduction.storage import write_atomically
+
+FOLDER = Path(__file__).parent
+PRESETS = ("cpu", "quick")
+"""Presets by preference: the largest scale that was run."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of the page.
+
+    Attributes:
+        name: Name of the experiment.
+        statement: What the paper says.
+        claim: Statement of the claim whose value is shown.
+        comment: What we see, in one sentence.
+    """
+
+    name: str
+    statement: str
+    claim: str
+    comment: str
+
+
+FIGURES = [
+    Figure(
+        "transition",
+        "Members change from independent to collective near p = 0.6.",
+        "the curves separate into two groups near p=0.6",
+        "There are two regimes with a sharp transition, at a larger p than in the paper.",
+    ),
+    Figure(
+        "widths",
+        "Wider networks have room for more members.",
+        "the best number of members grows with the width",
+        "Members gain most in the widest network.",
+    ),
+    Figure(
+        "trajectories",
+        "With γ = M, members learn equally fast for every M.",
+        "with γ=M members learn equally fast for every M (exponent 0, to 0.2)",
+        "The run is too short to decide; on digits the statement holds.",
+    ),
+    Figure(
+        "lld-rates",
+        "Last-layer dropout is best near ten members.",
+        "the best number of members is near 10",
+        "Sixteen hidden units have room for one or two members only.",
+    ),
+    Figure(
+        "gradients",
+        "The cosine between members' gradients falls as 1/width.",
+        "|cos| ∝ 1/width, as in the paper",
+        "Inner layers fall as 1/width; first and last layers as 1/√width, so the total falls more "
+        "slowly than stated.",
+    ),
+    Figure(
+        "ablation",
+        "Modulations after the activation alone are as good as both.",
+        "post only: as accurate as the baseline (to 1 %)",
+        "So they are; modulated inputs and outputs cost less than in the paper.",
+    ),
+    Figure(
+        "ntk-at-init",
+        "The tangent kernel between members falls as 1/width.",
+        "the ratio falls as 1/width when centred (normalised by the limit)",
+        "Heavy tails make the ratio noisy, and few seeds do not decide it.",
+    ),
+    Figure(
+        "mc-dropout",
+        "Fixed centred masks train independent members, with a best M that grows with the width.",
+        "with fixed centred masks the best M grows with width",
+        "Fixed masks give independent members; fresh centred masks do not learn.",
+    ),
+    Figure(
+        "lld",
+        "Last-layer members become more correlated as p grows.",
+        "correlation grows with p",
+        "So they do; the other statements need more seeds.",
+    ),
+    Figure(
+        "cost",
+        "Last-layer dropout with 50 members costs about 10 % more time.",
+        "a training step costs at most 1.1 × that of one network at M=50",
+        "So it does; the time of a BatchEnsemble is proportional to M.",
+    ),
+    Figure(
+        "theorems",
+        "Kernels between members vanish if and only if the last modulations are centred.",
+        "the tangent kernel between members vanishes if only u of the last layer is centred",
+        "Kernels converge as stated; a shared output bias couples members (an erratum).",
+    ),
+    Figure(
+        "parametrization",
+        "Standard and NTK parametrization reach a similar accuracy.",
+        "both reach a similar ensemble accuracy (to 1.5 %)",
+        "The difference is small; the interval is too wide for a verdict.",
+    ),
+]
+
+HEAD = """# The paper in two minutes
+
+One row for each figure of *Embedded Ensembles: Infinite Width Limit and Operating Regimes*
+(Velikanov et al., AISTATS 2022): its main statement, our measurement with a 95 % interval, and the
+verdict, which is computed from our table. A click on a name opens the picture.
+[All claims](claims.md) has every statement, and [the details](README.md) have set-up, history and
+discussion.
+
+`cpu` is CIFAR-100 with 20 coarse classes at 16×16 pixels, `quick` is scikit-learn's digits. **All
+trained networks are much smaller than the paper's**: a different result may be due to scale. Rows
+marked † were measured with an earlier `cpu` preset, on 1,000 images that the networks memorise.
+
+Written by `overview.py`; do not edit by hand.
+"""
+
+EARLIER = ("transition", "widths", "trajectories", "ablation", "ntk-at-init", "mc-dropout", "lld")
+"""Experiments whose published `cpu` table is of the earlier preset."""
+
+TAIL = """
+## What the paper leaves open
+
+The paper does not state the kind of pooling, the readout, the weight decay and the augmentation. We
+chose average pooling, the mean over pixels, 5e-4, and flips with shifts (`cpu`).
+
+## Errata
+
+- **Cosines between gradients.** The exponent of the total is −½ in the limit and about −0.8 at the
+  paper's widths, because the last layer holds 8–13 % of the squared gradient norm there. In the
+  standard parametrization the share of the first layer vanishes.
+- **Output bias.** A shared bias of the output layer couples members even if all modulations are
+  centred.
+- **γ in the collective regime.** The spectrum of the kernel gives a value between 1 and M, not
+  exactly 1.
+
+## Beyond the paper
+
+| experiment | question |
+| - | - |
+{beyond}
+"""
+
+BEYOND = {
+    "compare": "At equal compute: members, one network trained longer, a wider one, or several?",
+    "gain": "What do members inside one network gain, and what do they cost?",
+    "laws": "Which distribution of modulations is best?",
+    "richness": "Does feature learning move the transition?",
+    "systems": "How do other single-network ensembles compare?",
+}
+
+
+def markdown(entries: list[dict[str, Any]]) -> str:
+    """Return the page of entries from :func:`reproduction.report.page.collect`."""
+    by_title = {(entry["name"], entry["manifest"]["preset"]): entry for entry in entries}
+    lines = [HEAD, table_row("experiment", "the paper", "measured", "verdict", "what we see")]
+    lines.append(table_row(*["-"] * 5))
+    for figure in FIGURES:
+        preset = next(name for name in PRESETS if (figure.name, name) in by_title)
+        lines.append(row_of(figure, by_title[figure.name, preset]))
+    beyond = []
+    for name, question in BEYOND.items():
+        presets = [preset for preset in PRESETS if (name, preset) in by_title]
+        links = [f"[{preset}]({name}/{preset}/figure.png)" for preset in presets]
+        beyond.append(table_row(f"`{name}`: {', '.join(links) or 'not run'}", question))
+    return "\n".join(lines) + "\n" + TAIL.format(beyond="\n".join(beyond))
+
+
+def row_of(figure: Figure, entry: dict[str, Any]) -> str:
+    """Return the row of a figure; its claim must exist."""
+    preset, label = entry["manifest"]["preset"], entry["manifest"]["label"]
+    (claim,) = [claim for claim in entry["claims"] if claim["statement"] == figure.claim]
+    mark = " †" if preset == "cpu" and figure.name in EARLIER else ""
+    name = f"[{figure.name}]({figure.name}/{preset}/figure.png) ({preset}{mark}), {label}"
+    measured = claim["note"] or f"{claim['value']:.2f} [{claim['low']:.2f}, {claim['high']:.2f}]"
+    text = f"{claim['measure']}: {measured}"
+    return table_row(name, figure.statement, text, f"**{claim['verdict']}**", figure.comment)
+
+
+def table_row(*cells: object) -> str:
+    """Return a row of a Markdown table."""
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    write_atomically(FOLDER / "index.md", markdown(collect(FOLDER)))
