@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 project = "embens"
 author = "the embens authors"
+copyright = "2026 the embens authors, MIT License"
 release = importlib.metadata.version("embens")
 extensions = [
     "myst_parser",
@@ -34,6 +36,11 @@ html_title = f"embens {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+html_theme_options = {
+    "source_repository": "https://github.com/embens/embens",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -48,3 +55,16 @@ sphinx_gallery_conf = {
     "min_reported_time": 1000,
     "write_computation_times": False,
 }
+
+
+def write_explorer(app, exception) -> None:
+    """Write the page that docs/explorer.md shows in a frame."""
+    from reproduction.report import explorer
+
+    if exception is None and app.builder.name == "html":
+        explorer.write(Path(app.outdir) / "_static" / "explorer.html")
+
+
+def setup(app) -> None:
+    """Compute the explorer after the other pages are built."""
+    app.connect("build-finished", write_explorer)

@@ -7,12 +7,12 @@ with a guaranteed coverage on rows like the fitted ones.
 """
 
 import matplotlib.pyplot as plt
-from sklearn.datasets import load_diabetes
+from sklearn.datasets import make_friedman1
 from sklearn.model_selection import train_test_split
 
 from embens.tabular import EmbeddedEnsembleRegressor
 
-table, target = load_diabetes(return_X_y=True, as_frame=True)
+table, target = make_friedman1(n_samples=1700, noise=1.0, random_state=0)
 train, test, y_train, y_test = train_test_split(table, target, test_size=0.4, random_state=0)
 model = EmbeddedEnsembleRegressor(random_state=0, tune=False, max_epochs=40).fit(train, y_train)
 low, high = model.predict_interval(test, coverage=0.9).T
@@ -28,8 +28,8 @@ rows = range(len(order))
 figure, axes = plt.subplots(figsize=(8, 4))
 axes.fill_between(rows, low[order], high[order], alpha=0.25, lw=0, label="90 % interval")
 axes.plot(rows, mean[order], lw=2, label="prediction")
-axes.plot(rows, y_test.to_numpy()[order], "k.", ms=3, label="target")
-axes.set(xlabel="test rows, ordered by prediction", ylabel="disease progression")
+axes.plot(rows, y_test[order], "k.", ms=3, label="target")
+axes.set(xlabel="test rows, ordered by prediction", ylabel="target")
 axes.set_title("About nine in ten test rows are inside the interval")
 axes.legend()
 figure.tight_layout()

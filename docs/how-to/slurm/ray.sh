@@ -31,5 +31,5 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
 fi
 
 srun --overlap --nodes=1 --ntasks=1 -w "$head" \
-    python -m reproduction "$experiment" --preset paper --data "$EMBENS_DATA" --out "$EMBENS_OUT" \
-    --engine ray --address auto --gpus-per-cell 0.25
+    python -m reproduction "$experiment" --preset "${EMBENS_PRESET:-gpu}" --data "$EMBENS_DATA" --out "$EMBENS_OUT" \
+    --engine ray --address auto --gpus-per-cell 1
