@@ -9,7 +9,8 @@ ZOO     := .venv-zoo
 BIN     := $(VENV)/bin
 PIP     := -m pip install --quiet --disable-pip-version-check
 # One thread per worker, at most eight workers: small tensors gain nothing from more.
-ONE     := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=agg
+# Compiled files are kept: workers and subprocesses of tests import the same modules.
+ONE     := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=agg PYTHONDONTWRITEBYTECODE=
 WORKERS ?= auto
 SPREAD  := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 # What needs the requirements alone, and a few libraries to compare with.
@@ -86,9 +87,8 @@ dist: venv  ## build wheel and sdist, and try them with each extra alone in a cl
 	$(BIN)/python -m build --quiet
 	$(PYTHON) tests/dist.py dist
 
-demo: venv  ## gain and cost of eight models inside one network, on digits, with a report page
-	$(BIN)/python -m reproduction gain --preset quick
-	$(BIN)/python -m reproduction report embens-results
+demo: venv  ## a table with intervals and the paper's two regimes, in two minutes, with one page
+	$(ONE) $(BIN)/python -m reproduction demo
 
 bench: $(BENCH)/.stamp  ## compare with other libraries, in an environment of their own
 	$(BENCH)/bin/python -m benchmarks $(ARGS)

@@ -52,13 +52,28 @@ SECTIONS = {
         "finite-memory",
     ],
 }
+SUMMARY = (
+    "cnn",
+    "mlp",
+    "small",
+    "transformer",
+    "overhead",
+    "last-layer",
+    "memory-chunks",
+    "fit-mlp",
+    "fit-cnn",
+    "predict",
+    "imports",
+    "theory-mlp",
+    "finite-cnn",
+)
 HEAD = """# Performance
 
 Speed and memory of embens, compared with other libraries and with code written by hand. Every
 number is a multiple of the unit of its table: *smaller is better*, and 1.00 equals the unit. The
 unit and the contestants alternate within one run. A number is the median over rounds, with
-quartiles in brackets. The *bar* was set before the measurement. The *limit* is the best value that
-arithmetic or memory allow. Differences smaller than the quartiles are not significant.
+quartiles in brackets. The *limit* is the best value that arithmetic or memory allow. Differences
+smaller than the quartiles are not significant.
 
 `make bench` measures all rows, `make bench ARGS=--short` with few rounds. This page is generated
 from `benchmarks/results` by `python -m benchmarks.page`.
@@ -78,7 +93,7 @@ def page() -> str:
         row = json.loads(path.read_text())
         if "results" in row:
             rows[path.stem] = row
-    parts = [HEAD]
+    parts = [HEAD, summary(rows)]
     for title, names in SECTIONS.items():
         tables = [table(rows[name]) for name in names if name in rows]
         if tables:
@@ -86,14 +101,37 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def summary(rows: dict[str, dict[str, Any]]) -> str:
+    """Return a table of the main rows: embens, and the fastest of the others."""
+    lines = [
+        "## In short",
+        "",
+        "| work | unit | embens | fastest of the others |",
+        "|---|---|---|---|",
+    ]
+    for name in SUMMARY:
+        if name not in rows:
+            continue
+        row = rows[name]
+        ours = next(result for result in row["results"] if result["ours"])
+        others = [result for result in row["results"] if not result["ours"]]
+        fastest = "–"
+        if others:
+            best = min(others, key=lambda result: result["ratio"])
+            fastest = f"{best['ratio']:.2f} ({best['name']})"
+        title = capitalise(row["title"])
+        lines.append(f"| {title} | {row['unit']} | **{ours['ratio']:.2f}** | {fastest} |")
+    return "\n".join([*lines, ""])
+
+
 def table(row: dict[str, Any]) -> str:
     """Return one row of the benchmark as a Markdown table."""
     lines = [f"### {capitalise(row['title'])}", ""]
-    lines += [f"| | × {row['unit']} | bar |", "|---|---|---|"]
+    lines += [f"| | × {row['unit']} |", "|---|---|"]
     for result in row["results"]:
         lines.append(table_line(result))
-    if row["limit"] is not None and row["limit_reason"]:
-        lines.append(f"| *limit: {row['limit_reason']}* | {row['limit']:.2f} | |")
+    if row["limit"] and row["limit_reason"]:
+        lines.append(f"| *limit: {row['limit_reason']}* | {row['limit']:.2f} |")
     lines += ["", describe_run(row), ""]
     return "\n".join(lines)
 
@@ -107,11 +145,7 @@ def table_line(result: dict[str, Any]) -> str:
     if result["quartiles"] is not None:
         low, high = result["quartiles"]
         ratio += f" ({low:.2f}–{high:.2f})"
-    bar = ""
-    if result["bar"] is not None:
-        verdict = "met" if result["ratio"] <= result["bar"] else "missed"
-        bar = f"{result['bar']:.2f}, {verdict}"
-    return f"| {name} | {ratio} | {bar} |"
+    return f"| {name} | {ratio} |"
 
 
 def describe_run(row: dict[str, Any]) -> str:

@@ -309,10 +309,15 @@ def plan(tables: list[str], contestants: list[str], options: argparse.Namespace)
     sizes = {name: len(tables_data.load(name)[1]) for name in tables}
     found = []
     for name in tables:
+        # A number of rows that the table does not have would repeat the fits of a smaller one.
+        available = sizes[name] * (FOLDS - 1) / FOLDS
+        numbers = sorted(options.rows)
+        numbers = [n for k, n in enumerate(numbers) if k == 0 or numbers[k - 1] < available]
         for turn, (repeat, fold) in enumerate(splits(sizes[name])[: options.splits]):
             for place, contestant in enumerate(contestants):
-                cell = Cell(name, contestant, repeat, fold, options.rows, options.limit)
-                found.append(((turn, sizes[name], name, place), cell))
+                for rows in numbers:
+                    cell = Cell(name, contestant, repeat, fold, rows, options.limit)
+                    found.append(((turn, rows, sizes[name], name, place), cell))
     return [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -336,8 +341,8 @@ def main() -> None:
     parser.add_argument("what", choices=("develop", "run", "report"))
     parser.add_argument("--tables", nargs="+", metavar="TABLE", help="some of the list")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--rows", type=int, default=100_000, help="to fit, at most")
-    parser.add_argument("--splits", type=int, default=30, help="of a table, at most")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1000, 5000, 15_000], help="to fit")
+    parser.add_argument("--splits", type=int, default=3, help="of a table, at most")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds of CPU for a fit")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--ray", action="store_true", help="on a Ray cluster")

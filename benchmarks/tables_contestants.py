@@ -268,8 +268,8 @@ def _log_loss(part: Part, two: str, many: str) -> str:
     return two if part.classes is not None and len(part.classes) == 2 else many
 
 
-def catboost(part: Part, seed: int) -> Model:
-    """CatBoost with its own 1,000 rounds and its own choice of a rate."""
+def catboost(part: Part, seed: int, stop: bool = True) -> Model:
+    """CatBoost with its default 1,000 rounds and learning rate, and early stopping."""
     import catboost as cat
 
     known, fit = Columns(part.X), ~part.held
@@ -284,12 +284,28 @@ def catboost(part: Part, seed: int) -> Model:
         thread_count=1,
         random_seed=seed,
         cat_features=known.text,
-        early_stopping_rounds=_patience(fit.sum()),
         allow_writing_files=False,
         verbose=False,
     )
-    model.fit(X[fit], y[fit], eval_set=(X[part.held], y[part.held]))
+    validation = (X[part.held], y[part.held])
+    if stop:
+        patience = _patience(fit.sum())
+        model.fit(X[fit], y[fit], eval_set=validation, early_stopping_rounds=patience)
+        return finish(part, model, columns)
+    if part.classes is None:
+        # The held-out rows give the distribution of errors, and then belong to the training rows.
+        model.fit(X[fit], y[fit])
+        errors = validation[1] - model.predict(validation[0])
+        model = model.copy()
+        model.fit(X, y)
+        return Model(lambda X: by_errors(model.predict(columns(X)), errors))
+    model.fit(X, y)
     return finish(part, model, columns)
+
+
+def catboost_all_rows(part: Part, seed: int) -> Model:
+    """CatBoost with all of its 1,000 rounds on all rows, without early stopping."""
+    return catboost(part, seed, stop=False)
 
 
 def hist_gradient_boosting(part: Part, seed: int) -> Model:
@@ -332,10 +348,11 @@ CONTESTANTS: dict[str, Callable[[Part, int], Model]] = {
     "lightgbm": lightgbm,
     "xgboost": xgboost,
     "catboost": catboost,
+    "catboost_all_rows": catboost_all_rows,
     "hist_gradient_boosting": hist_gradient_boosting,
     "random_forest": random_forest,
 }
 OURS = ("embens", "embens_untuned", "separate")
-BOOSTING = ("lightgbm", "xgboost", "catboost", "hist_gradient_boosting")
+BOOSTING = ("lightgbm", "xgboost", "catboost", "catboost_all_rows", "hist_gradient_boosting")
 PRELOAD = ["torch", "sklearn.ensemble", "lightgbm", "xgboost", "catboost", "pytabkit"]
 """What contestants import, for the process that others are forked from."""

@@ -202,6 +202,16 @@ BLIND = {
     ),
     "salaries": Table(rdata("modeldata", "stackoverflow"), "Salary", "number"),
     "wages": Table(rdata("stevedata", "gss_wages"), "realrinc", "number", text=("occ10",)),
+    # Listed later than the tables above, and before any estimator was fitted to them.
+    "insurance": Table(rdata("AER", "HealthInsurance"), "insurance", "classes"),
+    "mortgages": Table(rdata("AER", "HMDA"), "deny", "classes"),
+    "votes": Table(rdata("carData", "Chile"), "vote", "classes"),
+    "births": Table(rdata("openintro", "births14"), "weight", "number", drop=("lowbirthweight",)),
+    "doctors": Table(
+        rdata("AER", "NMES1988"), "visits", "number", drop=("nvisits", "ovisits", "novisits")
+    ),
+    "food": Table(rdata("Ecdat", "BudgetFood"), "wfood", "number"),
+    "vocabulary": Table(rdata("carData", "Vocab"), "vocabulary", "number"),
 }
 TABLES = DEVELOPMENT | BLIND
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import subprocess
@@ -162,8 +163,11 @@ def imports(rounds: int) -> list[Row]:
 
 def import_seconds(module: str) -> tuple[float, float]:
     """Return the wall time and the CPU time of an import in a new process."""
+    environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has byte code, as torch
     command = [sys.executable, "-c", IMPORT.format(module)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    output = result.stdout
     wall, cpu = output.split()
     return float(wall), float(cpu)
 
