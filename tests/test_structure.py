@@ -33,7 +33,6 @@ LONG_BY_PROMISE = {
 LONG = {
     "embens.comparison.compare",
     "embens.families.low_rank",
-    "embens.graph.attention.attend",
     "embens.graph.folding.modulated_convolution",
     "embens.training.run.Run.__init__",
 }

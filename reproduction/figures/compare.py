@@ -74,7 +74,12 @@ BUDGETS = {"quick": (1, 2, 4), "cpu": (1, 2, 4, 8), "paper": (1, 2, 4, 8)}
 LARGER_BUDGETS = {preset: budgets[1:] for preset, budgets in BUDGETS.items()}
 CHANGES = {
     "quick": {"train": 500, "epochs": 10, "lr": 0.048},
-    "cpu": {"network": "norm-cnn", "epochs": 15, "rates": recorded_rates("compare", "cpu")},
+    "cpu": {
+        "network": "norm-cnn",
+        "channels": (32, 64, 128, 256),
+        "epochs": 15,
+        "rates": recorded_rates("compare", "cpu"),
+    },
     "gpu": {"network": "norm-cnn", "rates": recorded_rates("compare", "gpu")},
     "paper": {"network": "norm-cnn", "rates": recorded_rates("compare", "paper")},
 }

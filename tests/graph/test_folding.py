@@ -7,8 +7,16 @@ from cases import ARCHITECTURES
 from torch import nn
 
 import embens
+from embens.graph import folding
 from embens.graph.domains import Unfoldable
-from embens.graph.folding import rank_after
+from embens.graph.folding import (
+    ModuleState,
+    modulated_linear,
+    rank_after,
+    repeat_rows,
+    scale_members,
+    unfold_members,
+)
 
 FOLDED = "mlp", "paper's cnn", "residual", "grouped", "transposed", "attention by hand"
 FOLDED += "transformer", "cross attention", "reused", "held", "tied"
@@ -158,3 +166,111 @@ def test_memory_of_backward_is_that_of_one_chunk():
     whole = most_saved(lambda: ensemble.objective(ensemble(x), target).backward())
     stepwise = most_saved(lambda: ensemble.backward(x, target, chunk=1))
     assert stepwise < 1.5 * single < whole / 4
+
+
+MEMBERS, ROWS = 3, 5
+
+
+def random(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def by_hand(x, weight, bias, pre, post):
+    """Return the outputs of all members, one after another."""
+    outputs = []
+    for a, rows in enumerate(x.unflatten(0, (MEMBERS, -1))):
+        member_weight, member_bias = weight, bias
+        if post is not None:
+            member_weight = member_weight * post[a].repeat_interleave(2)
+        if pre is not None:
+            member_weight = pre[a][:, None] * member_weight
+            member_bias = None if bias is None else pre[a] * bias
+        outputs.append(F.linear(rows, member_weight, member_bias))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1e9], ids=["weights", "activations"])
+@pytest.mark.parametrize("axes", [(), (4,)], ids=["rows", "tokens"])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("sides", ["both", "pre", "post"])
+def test_a_modulated_layer_has_the_weights_of_its_member(monkeypatch, ratio, axes, has_bias, sides):
+    monkeypatch.setattr(folding, "MERGING_RATIO", ratio)
+    x, weight = random(MEMBERS * ROWS, *axes, 6), random(4, 6)
+    bias = random(4) if has_bias else None
+    pre = random(MEMBERS, 4) if sides != "post" else None
+    post = random(MEMBERS, 3) if sides != "pre" else None
+    leaves = [leaf for leaf in (x, weight, bias, pre, post) if leaf is not None]
+
+    outputs = modulated_linear(x, weight, bias, pre, post, 2, MEMBERS, False)
+    expected = by_hand(x, weight, bias, pre, post)
+    torch.testing.assert_close(outputs, expected)
+    direction = torch.randn_like(outputs)
+    torch.testing.assert_close(
+        torch.autograd.grad(outputs, leaves, direction),
+        torch.autograd.grad(expected, leaves, direction),
+    )
+
+
+def test_weights_of_one_member_are_merged(monkeypatch):
+    monkeypatch.setattr(folding, "MERGING_RATIO", 0.0)
+    x, weight, bias = random(ROWS, 6), random(4, 6), random(4)
+    pre, post = random(1, 4), random(1, 6)
+    outputs = modulated_linear(x, weight, bias, pre, post, 1, 1, False)
+    torch.testing.assert_close(outputs, pre * F.linear(x * post, weight, bias))
+
+
+def test_a_shared_input_is_repeated_for_each_member():
+    x, weight, pre = random(ROWS, 6), random(4, 6), random(MEMBERS, 4)
+    outputs = modulated_linear(x, weight, None, pre, None, 1, MEMBERS, True)
+    repeated = modulated_linear(repeat_rows(x, MEMBERS), weight, None, pre, None, 1, MEMBERS, False)
+    torch.testing.assert_close(outputs, repeated)
+    assert unfold_members(outputs, MEMBERS).shape == (MEMBERS, ROWS, 4)
+
+
+def test_channels_before_positions_are_scaled():
+    x, values = random(MEMBERS * ROWS, 4, 2, 3), random(MEMBERS, 4)
+    scaled = scale_members(x, values, MEMBERS, 2, 1, False).unflatten(0, (MEMBERS, -1))
+    for a in range(MEMBERS):
+        expected = x.unflatten(0, (MEMBERS, -1))[a] * values[a][:, None, None]
+        torch.testing.assert_close(scaled[a], expected)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.factor = 1
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def test_a_changed_attribute_has_a_name():
+    module = nn.Sequential(Scaled())
+    state = ModuleState(module)
+    assert state.change() == ""
+    module[0].factor = 2
+    assert state.change() == "0.factor"
+
+
+def test_equal_values_of_other_types_are_changes():
+    module = Scaled()
+    state = ModuleState(module)
+    module.factor = True
+    assert state.change()
+
+
+def test_replaced_children_and_added_hooks_are_changes():
+    module = Scaled()
+    state = ModuleState(module)
+    module.layer.register_forward_hook(lambda *_: None)
+    assert state.change() == "layer"
+    state = ModuleState(module)
+    module.layer = nn.Linear(2, 2)
+    assert state.change()
+
+
+def test_other_tensors_are_changes_on_request():
+    module = Scaled()
+    state, strict_state = ModuleState(module), ModuleState(module, tensors=True)
+    module.mean = torch.ones(2)
+    assert state.change() == ""
+    assert strict_state.change()

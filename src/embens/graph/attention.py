@@ -6,6 +6,7 @@ are written out here, option by option.
 
 import inspect
 import math
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +56,9 @@ def write_attention(
         source = call[key]
         is_node = isinstance(source, torch.fx.Node)
         arguments.append(rewriter.argument(source, Domain.MEMBER) if is_node else source)
-    weights, values = [], []
-    for index, part in enumerate(parts):
-        rewriter.width = max(rewriter.width, rewriter.layers[part].inputs or 1)
-        weights.append(_projection_tensors(rewriter, module, name, index))
-        for side in ("pre", "post"):
-            site = rewriter.sites.get((part, side))
-            values.append(None if site is None else rewriter.value_node(site.key))
+    q, k, v = (
+        _write_projection(rewriter, x, module, name, index) for index, x in enumerate(arguments[:3])
+    )
     added = [_tensor(rewriter, module, name, key) for key in ("bias_k", "bias_v")]
     options = (
         module.num_heads,
@@ -71,9 +68,11 @@ def write_attention(
         bool(call["average_attn_weights"]),
         bool(call["is_causal"]),
     )
-    rewriter.in_suffix[node] = rewriter.suffix.call_function(
-        attend, (*arguments, weights, values, added, rewriter.count, options)
-    )
+    write = rewriter.suffix.call_function
+    attended = write(attend, (q, k, v, *arguments[3:], added, options))
+    result, attention = (write(operator.getitem, (attended, index)) for index in range(2))
+    output = _write_projection(rewriter, result, module, name, 3)
+    rewriter.in_suffix[node] = write(pair, (output, attention))
     rewriter.facts[node] = Value(Domain.MEMBER, 3, "tuple")
 
 
@@ -103,18 +102,26 @@ def _check_attention(
             raise Unfoldable(f"the mask of the attention {name!r} depends on the batch")
 
 
-def _projection_tensors(
-    rewriter: "Rewriter", module: nn.MultiheadAttention, name: str, index: int
-) -> tuple[Any, Any, int | None]:
-    """Return the nodes of weight and bias of a projection, and its place in packed tensors."""
+def _write_projection(
+    rewriter: "Rewriter", x: torch.fx.Node, module: nn.MultiheadAttention, name: str, index: int
+) -> torch.fx.Node:
+    """Write one of the projections with the modulations of its layer."""
+    layer = rewriter.layers[f"{name}.{PROJECTIONS[index]}".lstrip(".")]
+    rewriter.width = max(rewriter.width, layer.inputs or 1)
     if index == 3:
         out_name = f"{name}.out_proj".lstrip(".")
         weight = _tensor(rewriter, module.out_proj, out_name, "weight")
-        return weight, _tensor(rewriter, module.out_proj, out_name, "bias"), None
-    bias = _tensor(rewriter, module, name, "in_proj_bias")
-    if module.in_proj_weight is not None:
-        return _tensor(rewriter, module, name, "in_proj_weight"), bias, index
-    return _tensor(rewriter, module, name, f"{PROJECTIONS[index]}_weight"), bias, index
+        bias = _tensor(rewriter, module.out_proj, out_name, "bias")
+    else:
+        rows = slice(index * module.embed_dim, (index + 1) * module.embed_dim)
+        weight = _tensor(rewriter, module, name, f"{PROJECTIONS[index]}_weight")
+        if weight is None:
+            packed = _tensor(rewriter, module, name, "in_proj_weight")
+            weight = rewriter.suffix.call_function(operator.getitem, (packed, rows))
+        bias = _tensor(rewriter, module, name, "in_proj_bias")
+        if bias is not None:
+            bias = rewriter.suffix.call_function(operator.getitem, (bias, rows))
+    return rewriter.write_linear(x, weight, bias, layer)
 
 
 def _tensor(rewriter: "Rewriter", module: nn.Module, name: str, tensor: str) -> Any:
@@ -126,52 +133,39 @@ def _tensor(rewriter: "Rewriter", module: nn.Module, name: str, tensor: str) -> 
 # Functions of the suffix
 
 
+def pair(first: Any, second: Any) -> tuple[Any, Any]:
+    """Return two values as a tuple."""
+    return first, second
+
+
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
-    weights: list,
-    values: list,
     added: list,
-    count: int,
     options: tuple,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what ``nn.MultiheadAttention`` returns, for blocks of rows of the members.
+    """Return the mean values and the weights of an attention, for blocks of rows of the members.
 
     Args:
-        query: ``(member · batch, time, feature)``.
-        key: ``(member · batch, source, feature)``.
-        value: ``(member · batch, source, feature)``.
+        q: projected queries ``(member · batch, time, feature)``.
+        k: projected keys ``(member · batch, source, feature)``.
+        v: projected values ``(member · batch, source, feature)``.
         key_padding_mask: ``(member · batch, source)`` or None.
         attn_mask: ``(time, source)`` or None.
-        weights: weight, bias and place in packed tensors of each projection.
-        values: pre and post values ``(member, feature)``, or None, of each projection.
         added: ``bias_k`` and ``bias_v``, or None.
-        count: number of members.
         options: see :class:`AttentionOptions`.
     """
     settings = AttentionOptions(*options)
-    width = weights[3][0].shape[1]
-
-    def project(x: Tensor, index: int) -> Tensor:
-        weight, bias, place = weights[index]
-        if place is not None:
-            rows = slice(place * width, (place + 1) * width)
-            weight = weight[rows] if weight.shape[0] != width else weight
-            bias = None if bias is None else bias[rows]
-        pre, post = values[2 * index], values[2 * index + 1]
-        x = F.linear(_scale(x, post, count), weight, bias)
-        return _scale(x, pre, count)
-
-    q, k, v = project(query, 0), project(key, 1), project(value, 2)
+    sources = k.shape[1]
     if added[0] is not None:
         k = torch.cat([k, added[0].expand(len(k), -1, -1)], 1)
         v = torch.cat([v, added[1].expand(len(v), -1, -1)], 1)
     if settings.add_zero:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    extra = k.shape[1] - key.shape[1]
+    extra = k.shape[1] - sources
     q, k, v = (x.unflatten(-1, (settings.heads, -1)).transpose(1, 2) for x in (q, k, v))
     mask = _joint_mask(attn_mask, key_padding_mask, q, extra)
     attention = None
@@ -188,17 +182,7 @@ def attend(
         result = F.scaled_dot_product_attention(
             q, k, v, None if causal else mask, settings.dropout, is_causal=causal
         )
-    return project(result.transpose(1, 2).flatten(2), 3), attention
-
-
-def _scale(x: Tensor, values: Tensor | None, count: int) -> Tensor:
-    """Multiply ``(member · batch, time, feature)`` by the values of each member."""
-    if values is None:
-        return x
-    values = values.to(x.dtype)
-    if count == 1:
-        return x * values
-    return (x.unflatten(0, (count, -1)) * values[:, None, None, :]).flatten(0, 1)
+    return result.transpose(1, 2).flatten(2), attention
 
 
 def _joint_mask(

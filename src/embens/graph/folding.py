@@ -75,6 +75,12 @@ IMAGE_MODULES = frozenset(
     "InstanceNorm3d".split()
 )
 
+MERGING_RATIO = 2
+"""How much smaller than the activations the weights of a Linear layer have to be to be merged.
+
+Products of activations with the weights of each member are slower than one large product.
+"""
+
 THIN_CONVOLUTION = 64
 """Largest number of products per output of a first convolution that every member repeats.
 
@@ -616,20 +622,38 @@ class Rewriter:
             return node
         return self.suffix.call_function(mul, (node, factor))
 
+    def write_linear(
+        self,
+        x: torch.fx.Node,
+        weight: torch.fx.Node,
+        bias: Any,
+        layer: Layer,
+        is_shared: bool = False,
+    ) -> torch.fx.Node:
+        """Write a Linear layer with the modulations of its inputs and outputs, if there are any."""
+        values = self._modulations(layer)
+        arguments = (x, weight, bias, *values, self.count, is_shared)
+        return self.suffix.call_function(modulated_linear, arguments)
+
+    def _modulations(self, layer: Layer) -> tuple[Any, Any, int]:
+        """Return the nodes of the pre and post values of a layer, and the repeat of the latter."""
+        pre, post = self.sites.get((layer.name, "pre")), self.sites.get((layer.name, "post"))
+        pre_value = None if pre is None else self.value_node(pre.key)
+        if post is None:
+            return pre_value, None, 1
+        return pre_value, self.value_node(post.key), post.repeat
+
     def _write_modulated(
         self, node: torch.fx.Node, module: nn.Module, layer: Layer, is_shared: bool
     ) -> torch.fx.Node:
         """Write a Linear layer or a convolution with modulated outputs and, mostly, inputs."""
-        pre, post = self.sites[layer.name, "pre"], self.sites.get((layer.name, "post"))
         x = self.input_of(node.args[0], is_shared)
         weight, bias = self.weights_of(module, layer)
-        post_value = None if post is None else self.value_node(post.key)
-        repeat = 1 if post is None else post.repeat
-        values = (self.value_node(pre.key), post_value)
-        arguments = (x, weight, bias, *values, repeat, self.count, is_shared)
         if isinstance(module, nn.Linear):
-            return self.suffix.call_function(modulated_linear, arguments)
+            return self.write_linear(x, weight, bias, layer, is_shared)
         function, options = convolution_options(module)
+        values = self._modulations(layer)
+        arguments = (x, weight, bias, *values, self.count, is_shared)
         arguments = (*arguments, layer.transposed, function, options)
         return self.suffix.call_function(modulated_convolution, arguments)
 
@@ -788,16 +812,66 @@ def modulated_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    pre: Tensor,
-    post: Tensor,
+    pre: Tensor | None,
+    post: Tensor | None,
     repeat: int,
     count: int,
     is_shared: bool,
 ) -> Tensor:
-    """Apply a Linear layer with modulated inputs and outputs."""
-    x = scale_members(x, post, count, 0, repeat, is_shared)
+    """Apply a Linear layer with modulated inputs and outputs.
+
+    Activations are multiplied, or the weights of the members if these are much smaller.
+
+    Args:
+        x: ``(member · row, …, feature)``; without members if ``is_shared``.
+        weight: shared weight ``(output, input)``.
+        bias: shared bias, or None.
+        pre: values of the outputs, ``(member, output)``, or None.
+        post: values of the inputs, ``(member, input / repeat)``, or None.
+        repeat: number of consecutive inputs per value of ``post``.
+        count: number of members.
+        is_shared: whether ``x`` has one block of rows for all members.
+    """
+    # A compiled graph should be right for any number of rows, so it does not compare sizes.
+    if not is_shared and pre is not None and not torch.compiler.is_compiling():
+        activations = x.numel() // x.shape[-1] * sum(weight.shape)
+        if activations > MERGING_RATIO * count * weight.numel():
+            return _linear_with_merged_weights(x, weight, bias, pre, post, repeat, count)
+    if post is not None:
+        x = scale_members(x, post, count, 0, repeat, is_shared)
+        is_shared = False
     x = F.linear(x, weight, bias)
-    return scale_members(x, pre, count, 0, 1, False)
+    if pre is None:
+        return x
+    return scale_members(x, pre, count, 0, 1, is_shared)
+
+
+def _linear_with_merged_weights(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pre: Tensor,
+    post: Tensor | None,
+    repeat: int,
+    count: int,
+) -> Tensor:
+    """Apply a Linear layer with a weight for each member; see :func:`modulated_linear`."""
+    pre = pre.to(weight.dtype)
+    weights = pre.unsqueeze(2) * weight
+    if post is not None:
+        if repeat > 1:
+            post = post.repeat_interleave(repeat, dim=1)
+        weights = weights * post.to(weight.dtype).unsqueeze(1)
+    if bias is not None:
+        bias = pre * bias
+    if count == 1:
+        return F.linear(x, weights[0], None if bias is None else bias[0])
+    rows = x.reshape(count, -1, x.shape[-1])
+    if bias is None:
+        outputs = torch.bmm(rows, weights.mT)
+    else:
+        outputs = torch.baddbmm(bias.unsqueeze(1), rows, weights.mT)
+    return outputs.view(*x.shape[:-1], -1)
 
 
 def modulated_convolution(

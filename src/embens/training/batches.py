@@ -290,9 +290,11 @@ def split_target(values: Any, expected: str) -> tuple[Any, Any]:
 
 def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
     """Apply a function to all tensors of a nested container."""
-    # The two common cases come first: tree_map would cost as much as a small layer.
+    # The common cases come first: tree_map would cost as much as a small layer.
     if isinstance(values, Tensor):
         return function(values)
+    if values is None:
+        return None
     if type(values) is tuple:
         return tuple(map_tensors(function, value) for value in values)
 

@@ -380,12 +380,11 @@ def _is_correct(outputs: Tensor, target: Tensor, axis: int) -> Tensor:
     """
     largest = outputs.amax(axis, keepdim=True)
     # Indices of maxima are slow to compute. Without ties and NaN the values are enough.
-    differences = outputs - largest
-    maxima = outputs.numel() - int(differences.count_nonzero())
-    if maxima != largest.numel():
+    is_largest = outputs == largest
+    if int(is_largest.sum()) != largest.numel():
         return outputs.max(axis).indices == target
     labels = target.clamp(0, outputs.shape[axis] - 1).unsqueeze(-2).expand_as(largest)
-    return differences.gather(axis, labels).squeeze(axis) == 0
+    return is_largest.gather(axis, labels).squeeze(axis)
 
 
 def _cross_entropies(outputs: Tensor, target: Tensor) -> Tensor:
