@@ -527,22 +527,6 @@ def test_state_belongs_to_each_member(case, chunk):
     outputs.sum().backward()
 
 
-def test_buffers_that_become_separate_are_saved_copied_and_loaded(tmp_path):
-    reference = around(Centred())
-    ensemble = embens.batch_ensemble(reference, 4)
-    x = torch.randn(6, 3)
-    ensemble(x)
-    assert ensemble.individual["2.mean"].shape == (4, 5)
-    ensemble.save(tmp_path / "ensemble.safetensors")
-    loaded = embens.load(tmp_path / "ensemble.safetensors", reference)
-    fresh = embens.batch_ensemble(reference, 4)
-    fresh.load_state_dict(ensemble.state_dict())
-    twins = [loaded, fresh, copy.deepcopy(ensemble), pickle.loads(pickle.dumps(ensemble))]
-    expected = ensemble(x)
-    for twin in twins:
-        torch.testing.assert_close(twin(x), expected)
-
-
 def test_a_buffer_that_changes_its_shape_raises():
     ensemble = embens.batch_ensemble(around(Centred(grows=True)), 3)
     for chunk in (1, 3):
@@ -550,7 +534,7 @@ def test_a_buffer_that_changes_its_shape_raises():
             ensemble(torch.randn(6, 3), chunk=chunk)
 
 
-# Members and subsets
+# Members
 
 
 @pytest.mark.parametrize("a", [3, -4, 1.0, True, "0"])
@@ -573,68 +557,6 @@ def test_a_member_has_the_classes_of_the_reference_and_shares_no_tensor(case, fa
     assert list(member.state_dict()) == list(reference.state_dict())
     pointers = {tensor.data_ptr() for tensor in ensemble.state_dict().values()}
     assert not pointers & {tensor.data_ptr() for tensor in member.state_dict().values()}
-
-
-@sampled_families
-def test_a_subset_has_the_members_that_were_asked_for(make, family, tmp_path):
-    ensemble, x = build(make, family)
-    ensemble(x)  # gives members different running statistics
-    ensemble.eval()
-    subset = ensemble.subset([2, 0, -1])
-    assert subset.members == 3
-    assert_same([subset(x)], [ensemble(x)[[2, 0, 2]]])
-    for a, b in enumerate((2, 0, 2)):
-        states = subset.member(a).state_dict(), ensemble.member(b).state_dict()
-        assert_same(states[0].values(), states[1].values())
-    before = ensemble(x)
-    with torch.no_grad():
-        for parameter in subset.parameters():
-            parameter.add_(1.0)
-    assert torch.equal(ensemble(x), before)
-    again = pickle.loads(pickle.dumps(subset))
-    subset.save(tmp_path / "subset")
-    loaded = embens.load(tmp_path / "subset", make()[0]).eval()
-    assert torch.equal(again(x), subset(x))
-    assert torch.equal(loaded(x), subset(x))
-    assert loaded.spec == again.spec == subset.spec
-    assert loaded.subset([1]).spec.chosen == (0,)
-
-
-def test_a_subset_can_be_trained():
-    ensemble = embens.batch_ensemble(Residual(), 4).subset(range(3))
-    x, y = torch.randn(4, 3, 6, 6), torch.arange(4) % 5
-    optimizer = torch.optim.SGD(ensemble.parameter_groups(lr=0.1))
-    first = ensemble.objective(ensemble(x), y)
-    first.backward()
-    optimizer.step()
-    assert ensemble.objective(ensemble(x), y) < first
-    assert ensemble.natural_gamma == 3.0
-
-
-def test_repeated_members_are_fully_coupled_in_the_natural_gamma():
-    ensemble = embens.batch_ensemble(mlp(), 3, p=0.5)
-    r = ensemble.overlap
-    pairs = torch.tensor([[1, 1, r], [1, 1, r], [r, r, 1]])
-    assert ensemble.subset([1, 1, 0]).natural_gamma == pytest.approx(9 / pairs.sum().item())
-    assert ensemble.subset([1, 1]).natural_gamma == 1.0
-
-
-def test_invalid_subsets_raise():
-    ensemble = embens.batch_ensemble(mlp(), 3)
-    for members, error in (([3], IndexError), ([-4], IndexError), ([], ValueError)):
-        with pytest.raises(error, match="member"):
-            ensemble.subset(members)
-    for members in ([True, False, True], "01", [0.0], 2):
-        with pytest.raises(TypeError, match=r"must be an integer|not iterable"):
-            ensemble.subset(members)
-    assert ensemble.subset(torch.tensor([0, 2])).members == 2
-
-
-def test_a_subset_of_fresh_masks_has_fewer_members_and_none_twice():
-    ensemble = embens.mc_dropout(mlp(), 4).subset([3, 1])
-    assert ensemble(torch.ones(5, 3)).shape == (2, 5, 2)
-    with pytest.raises(ValueError, match="cannot occur twice"):
-        ensemble.subset([0, 0])
 
 
 # Collapse

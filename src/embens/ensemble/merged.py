@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from embens.ensemble.changes import BufferChange, StateGuard
 from embens.ensemble.copies import Attributes, MemberCopy, parametrized_names, structure_of
+from embens.ensemble.separation import separate_buffer
 from embens.graph.reading import copy_module
 from embens.graph.snapshots import PLAIN
 from embens.modes import constant_when_compiled
@@ -240,7 +241,7 @@ class MergedExecutor:
 
     def _separate_buffer(self, a: int, change: BufferChange, values: dict[str, Tensor]) -> None:
         """Give every member a separate version of a buffer that the code of one has changed."""
-        stack = self.ensemble.separate_buffer(change.module, change.name, change.before)
+        stack = separate_buffer(self.ensemble, change.module, change.name, change.before)
         stack[a] = change.after
         full_name = f"{change.module}.{change.name}".lstrip(".")
         values[full_name] = stack

@@ -12,7 +12,6 @@ import math
 import operator
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
 from embens.checks import check_choice
-from embens.ensemble.copies import copy_attributes
 from embens.ensemble.merged import MergedExecutor
+from embens.ensemble.separation import separate_buffers
 from embens.graph.domains import Unfoldable
 from embens.graph.folding import Folded, ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
-from embens.graph.reading import Flow, copy_reference, detached_state, has_user_code
+from embens.graph.reading import Flow, detached_state, has_user_code
 from embens.graph.snapshots import STANDARD_ATTRIBUTES
 from embens.modes import constant_when_compiled
-from embens.sites import EnsembleSpec, Layer, PerMember, Site, find_layers
-from embens.trees import batch_size, gather
+from embens.sites import EnsembleSpec, Layer, Site, find_layers
+from embens.trees import gather
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
@@ -129,7 +128,7 @@ class EmbeddedEnsemble(nn.Module):
         _refuse_held_tensors(reference, spec)
         for item in spec.per_member:
             for key in item.tensors:
-                _release(reference.get_submodule(item.module), key)
+                self.release_tensor(item.module, key)
         if spec.frozen:
             for parameter in reference.parameters():
                 parameter.requires_grad_(False)
@@ -170,6 +169,26 @@ class EmbeddedEnsemble(nn.Module):
                         f"separate versions of its {key!r}. Embed the changed reference."
                     )
         self.layers = layers
+
+    def release_tensor(self, module: str, name: str) -> None:
+        """Take a tensor that members have separately out of the reference.
+
+        A placeholder without memory stays, as code may look whether the attribute is None.
+
+        Args:
+            module: name of the module in the reference.
+            name: name of the parameter or buffer.
+        """
+        owner = self.reference.get_submodule(module)
+        for table in (owner._parameters, owner._buffers):
+            if name in table:
+                tensor = table.pop(name)
+                assert tensor is not None
+                owner._non_persistent_buffers_set.discard(name)
+                placeholder = torch.empty_like(tensor, device="meta", requires_grad=False)
+                if isinstance(tensor, nn.Parameter):
+                    placeholder = nn.Parameter(placeholder, tensor.requires_grad)
+                vars(owner)[name] = placeholder
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
         # Traced code may have asked for the type or the device of a parameter.
@@ -324,11 +343,13 @@ class EmbeddedEnsemble(nn.Module):
         if not isinstance(batch, str) or chunk is not None:
             batch, chunk = self._separate_arguments(batch, chunk, kwargs)
         if batch == "same":
-            return self._run(inputs, kwargs, chunk, per_member=False)
+            return self.run(inputs, kwargs, chunk, per_member=False)
         self._check_inputs(inputs, batch)
         if batch == "own":
-            return self._run(inputs, kwargs, chunk, per_member=True)
-        return self._run_split(inputs, kwargs, chunk)
+            return self.run(inputs, kwargs, chunk, per_member=True)
+        from embens.ensemble.splitting import run_split
+
+        return run_split(self, inputs, kwargs, chunk)
 
     def _separate_arguments(
         self, batch: Any, chunk: Any, kwargs: dict[str, Any]
@@ -363,7 +384,15 @@ class EmbeddedEnsemble(nn.Module):
         if len(leading) > 1:
             raise ValueError(f"batch='split' expects equal numbers of rows, got shapes {shapes}.")
 
-    def _run(self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool) -> Any:
+    def run(self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool) -> Any:
+        """Return the outputs of all members, members first.
+
+        Args:
+            inputs: positional arguments of the reference.
+            kwargs: its keyword arguments.
+            chunk: number of members that run together; None: the ensemble's.
+            per_member: whether positional tensors have the members as their first axis.
+        """
         outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
         if len(outputs) == 1:
             return outputs[0]
@@ -463,34 +492,6 @@ class EmbeddedEnsemble(nn.Module):
             outputs = self.merged.run(a, member_inputs, kwargs, values, computed)
             _check_outputs(outputs)
             yield tree_map_only(Tensor, lambda x: x.unsqueeze(0), outputs)
-
-    def _run_split(self, inputs: tuple, kwargs: dict, chunk: int | None) -> Any:
-        """Return the outputs of a batch whose row i belongs to member i mod M."""
-        members, rows = self.members, batch_size(inputs)
-        has_named_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(kwargs))
-        if rows and rows % members == 0 and not has_named_tensors:
-
-            def deal(x: Tensor) -> Tensor:
-                return x.unflatten(0, (-1, members)).transpose(0, 1)
-
-            outputs = self._run(tree_map_only(Tensor, deal, inputs), kwargs, chunk, per_member=True)
-            return tree_map_only(Tensor, lambda x: x.transpose(0, 1).flatten(0, 1), outputs)
-        values, computed = self.sample_values(), self.merged.begin()
-        outputs = []
-        for a in range(max(1, min(members, rows))):
-
-            def own_rows(x: Tensor, a: int = a) -> Tensor:
-                return x[a::members] if x.shape[:1] == (rows,) else x
-
-            args, named = tree_map_only(Tensor, own_rows, (inputs, kwargs))
-            outputs.append(self.merged.run(a, args, named, values, computed))
-
-        def interleave(parts: list[Tensor]) -> Tensor:
-            joined = torch.cat(parts)
-            order = torch.arange(rows).remainder(members).argsort(stable=True).argsort()
-            return joined[order.to(joined.device)] if len(joined) == rows else joined
-
-        return gather(outputs, interleave)
 
     # Folded form
 
@@ -688,32 +689,13 @@ class EmbeddedEnsemble(nn.Module):
 
         Args:
             members: indices of the members. A member that occurs twice counts twice in means.
+
+        Returns:
+            The smaller ensemble.
         """
-        indices = [self._index(a) for a in members]
-        if not indices:
-            raise ValueError("members must contain at least one index, got none.")
-        spec = self.spec.subset(indices)
-        if spec.has_repeated_members and any(site.fresh for site in spec.sites):
-            raise ValueError(
-                "a member whose modulations are drawn at each pass cannot occur twice."
-            )
-        values: dict[str, Tensor] = {}
-        rows_of: dict[int, Tensor] = {}
-        for name, stack in self.individual.tensors().items():
-            if id(stack) not in rows_of:
-                rows = stack.detach()[indices]
-                if isinstance(stack, nn.Parameter):
-                    rows = nn.Parameter(rows, stack.requires_grad)
-                rows_of[id(stack)] = rows
-            values[name] = rows_of[id(stack)]
-        reference = copy_reference(self.reference)
-        ensemble = EmbeddedEnsemble(reference, spec, values, self.flow)
-        ensemble.chunk = self.chunk
-        if self.generator_state is not None:
-            ensemble.generator_state = self.generator_state.clone()
-        attributes = self.merged.member_attributes()
-        ensemble.merged.attributes = [copy_attributes(attributes[a]) for a in indices]
-        return ensemble
+        from embens.ensemble.subsets import subset
+
+        return subset(self, [self._index(a) for a in members])
 
     def collapse(self, example_input: Any = None) -> nn.Module:
         """Return one plain network whose output is the mean of the members' outputs.
@@ -731,28 +713,6 @@ class EmbeddedEnsemble(nn.Module):
 
         return collapse(self, example_input)
 
-    def separate_buffer(self, module: str, name: str, value: Tensor) -> Tensor:
-        """Turn a shared buffer into one that every member has separately.
-
-        Args:
-            module: name of the module in the reference.
-            name: name of the buffer.
-            value: initial value for all members.
-
-        Returns:
-            The stacked buffer, members first.
-        """
-        with torch.inference_mode(False):  # later passes may need gradients
-            stack = value.clone().expand(self.members, *value.shape).clone()
-        self.individual.add(f"{module}.{name}".lstrip("."), stack)
-        _release(self.reference.get_submodule(module), name)
-        items = {item.module: item for item in self.spec.per_member}
-        item = items.get(module, PerMember(module, ()))
-        items[module] = replace(item, tensors=(*item.tensors, name))
-        self.spec = replace(self.spec, per_member=tuple(items.values()))
-        self.foldings.clear()
-        return stack
-
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -763,18 +723,11 @@ class EmbeddedEnsemble(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Separate the buffers that were per-member buffers when the state was saved."""
         start = f"{prefix}individual."
-        for key in list(state_dict):
-            if not key.startswith(start):
-                continue
-            dotted = key.removeprefix(start).replace("/", ".")
-            module, _, name = dotted.rpartition(".")
-            if dotted not in self.individual:
-                modules = dict(self.reference.named_modules())
-                buffer = modules[module]._buffers.get(name) if module in modules else None
-                if buffer is not None:
-                    self.separate_buffer(module, name, buffer.detach().clone())
+        saved_names = [key.removeprefix(start) for key in state_dict if key.startswith(start)]
+        if any(name.replace("/", ".") not in self.individual for name in saved_names):
+            # Members had separate buffers when the state was saved.
+            separate_buffers(self, saved_names)
         super()._load_from_state_dict(
             state_dict,
             prefix,
@@ -1049,22 +1002,6 @@ def _weight_shapes(
         weights = [module._parameters.get(name) for name in layer.weights]
         shapes[site.layer] = [tuple(weight.shape) for weight in weights if weight is not None]
     return shapes
-
-
-def _release(module: nn.Module, name: str) -> None:
-    """Take a tensor that members have separately out of a module.
-
-    A placeholder without memory stays, as code may look whether the attribute is None.
-    """
-    for table in (module._parameters, module._buffers):
-        if name in table:
-            tensor = table.pop(name)
-            assert tensor is not None
-            module._non_persistent_buffers_set.discard(name)
-            placeholder = torch.empty_like(tensor, device="meta", requires_grad=False)
-            if isinstance(tensor, nn.Parameter):
-                placeholder = nn.Parameter(placeholder, tensor.requires_grad)
-            vars(module)[name] = placeholder
 
 
 def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:

@@ -1,0 +1,55 @@
+"""Buffers that become per-member buffers after embedding."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from embens.sites import PerMember
+
+if TYPE_CHECKING:
+    from embens.ensemble.module import EmbeddedEnsemble
+
+
+def separate_buffer(ensemble: "EmbeddedEnsemble", module: str, name: str, value: Tensor) -> Tensor:
+    """Turn a shared buffer into one that every member has separately.
+
+    Args:
+        ensemble: the ensemble.
+        module: name of the module in the reference.
+        name: name of the buffer.
+        value: initial value for all members.
+
+    Returns:
+        The stacked buffer, members first.
+    """
+    with torch.inference_mode(False):  # later passes may need gradients
+        stack = value.clone().expand(ensemble.members, *value.shape).clone()
+    ensemble.individual.add(f"{module}.{name}".lstrip("."), stack)
+    ensemble.release_tensor(module, name)
+    items = {item.module: item for item in ensemble.spec.per_member}
+    item = items.get(module, PerMember(module, ()))
+    items[module] = replace(item, tensors=(*item.tensors, name))
+    ensemble.spec = replace(ensemble.spec, per_member=tuple(items.values()))
+    ensemble.foldings.clear()
+    return stack
+
+
+def separate_buffers(ensemble: "EmbeddedEnsemble", names: Iterable[str]) -> None:
+    """Separate those shared buffers that have the names of saved tensors of members.
+
+    Args:
+        ensemble: the ensemble.
+        names: names in a saved state, with slashes in place of dots.
+    """
+    modules = dict(ensemble.reference.named_modules())
+    for saved_name in names:
+        dotted = saved_name.replace("/", ".")
+        module, _, name = dotted.rpartition(".")
+        if dotted in ensemble.individual or module not in modules:
+            continue
+        buffer = modules[module]._buffers.get(name)
+        if buffer is not None:
+            separate_buffer(ensemble, module, name, buffer.detach().clone())

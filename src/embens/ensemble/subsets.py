@@ -1,0 +1,49 @@
+"""Ensembles of some of the members of an ensemble."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from embens.ensemble.copies import copy_attributes
+from embens.graph.reading import copy_reference
+
+if TYPE_CHECKING:
+    from embens.ensemble.module import EmbeddedEnsemble
+
+
+def subset(ensemble: "EmbeddedEnsemble", indices: Sequence[int]) -> "EmbeddedEnsemble":
+    """Return an ensemble of some of the members; see :meth:`EmbeddedEnsemble.subset`.
+
+    Args:
+        ensemble: the ensemble.
+        indices: indices of the members, from 0.
+    """
+    if not indices:
+        raise ValueError("members must contain at least one index, got none.")
+    spec = ensemble.spec.subset(list(indices))
+    if spec.has_repeated_members and any(site.fresh for site in spec.sites):
+        raise ValueError("a member whose modulations are drawn at each pass cannot occur twice.")
+    values = _select_members(ensemble.individual.tensors(), indices)
+    reference = copy_reference(ensemble.reference)
+    smaller = type(ensemble)(reference, spec, values, ensemble.flow)
+    smaller.chunk = ensemble.chunk
+    if ensemble.generator_state is not None:
+        smaller.generator_state = ensemble.generator_state.clone()
+    attributes = ensemble.merged.member_attributes()
+    smaller.merged.attributes = [copy_attributes(attributes[a]) for a in indices]
+    return smaller
+
+
+def _select_members(tensors: dict[str, Tensor], indices: Sequence[int]) -> dict[str, Tensor]:
+    """Return the rows of some members; tied tensors stay tied."""
+    values: dict[str, Tensor] = {}
+    rows_of: dict[int, Tensor] = {}
+    for name, stack in tensors.items():
+        if id(stack) not in rows_of:
+            rows = stack.detach()[list(indices)]
+            if isinstance(stack, nn.Parameter):
+                rows = nn.Parameter(rows, stack.requires_grad)
+            rows_of[id(stack)] = rows
+        values[name] = rows_of[id(stack)]
+    return values
