@@ -20,6 +20,7 @@ ORDER = (
     ["graph"],
     ["optim"],
     ["ensemble"],
+    ["adapters"],
     ["embed"],
     ["families"],
     ["theory"],

@@ -7,12 +7,12 @@ weights are kept.
 import fnmatch
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from embens.adapters import sample_factors
 from embens.checks import check_choice, check_members, closest, warn
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.graph.reading import Flow, copy_reference, has_user_code, read_flow
@@ -28,6 +28,7 @@ from embens.sites import (
     Side,
     Site,
     find_layers,
+    is_within,
 )
 
 Laws = Law | Mapping[str, Law | None] | None
@@ -153,7 +154,7 @@ class Source:
         separate_layers: Collection[str] = (),
     ) -> tuple[Site, ...]:
         """Return the modulated sites in the order of the layers."""
-        selected, hidden = self._select(sites)
+        selected, hidden = self.select(sites)
         selected = {site for site in selected if not is_within(site[0], separate_layers)}
         self._refuse_separate(pre, post, sites, separate_layers)
         flags = _flags_by_side(trainable)
@@ -189,7 +190,7 @@ class Source:
         order = {name: index for index, name in enumerate(self.layers)}
         return tuple(sorted(modulated_sites, key=lambda site: (order[site.layer], site.kind)))
 
-    def _select(self, sites: Sites) -> tuple[set[tuple[str, Side]], set[tuple[str, Side]]]:
+    def select(self, sites: Sites) -> tuple[set[tuple[str, Side]], set[tuple[str, Side]]]:
         """Return the selected sites and the hidden sites."""
         first, last = self.flow.first, self.flow.last
         hidden: set[tuple[str, Side]] = {(name, "pre") for name in self.used if name not in last}
@@ -261,54 +262,7 @@ class Source:
             "hidden site; use sites='all'."
         )
 
-    # Low-rank and per-member layers
-
-    def choose_low_rank(
-        self,
-        sites: Sites,
-        template: LowRankSite,
-        separate_layers: Collection[str] = (),
-        *,
-        shrink: bool = False,
-    ) -> tuple[LowRankSite, ...]:
-        """Return low-rank sites for the selected layers.
-
-        Args:
-            sites: as for :func:`embed`.
-            template: rank, kind and scale of all sites.
-            separate_layers: per-member layers, which are left out.
-            shrink: whether smaller layers get a smaller rank; otherwise they are refused.
-        """
-        selected = {name for name, _ in self._select(sites)[0]}
-        low_rank_sites = []
-        for name in self.used:
-            layer = self.layers[name]
-            if name not in selected or is_within(name, separate_layers):
-                continue
-            if not layer.mergeable or layer.outputs is None:
-                kind = type(self.modules[layer.module]).__name__
-                raise ValueError(
-                    f"{name!r} ({kind}) has no weight matrix that low-rank members could change "
-                    "(a hook or max_norm). Choose sites without it (in "
-                    "adapt: by='modulations' or 'head')."
-                )
-            rows, columns = self._matrix_shape(layer)
-            rank = template.rank
-            if rank > min(rows, columns):
-                if not shrink:
-                    raise ValueError(
-                        f"rank must be at most {min(rows, columns)} for layer {name!r} with a "
-                        f"weight of {rows} × {columns}, got {rank}. Use a smaller rank, or choose "
-                        "sites without the layer."
-                    )
-                rank = min(rows, columns)
-            low_rank_sites.append(replace(template, layer=name, rank=rank))
-        return tuple(low_rank_sites)
-
-    def _matrix_shape(self, layer: Layer) -> tuple[int, int]:
-        """Return rows and columns of a layer's weight."""
-        rows, columns = layer.matrix(self.modules[layer.module]).shape
-        return rows, columns
+    # Per-member layers
 
     def choose_per_member(self, own: str | Iterable[str]) -> tuple[str, ...]:
         """Return the modules of which every member has a separate copy."""
@@ -621,7 +575,9 @@ def build(
         sample = sample_site(site, spec.members, example, generator)
         values[site.key] = nn.Parameter(sample) if site.trainable else sample
     for low_rank in spec.low_rank:
-        factors = sample_low_rank(low_rank, spec.members, layers, modules, generator)
+        layer = layers[low_rank.layer]
+        weight = layer.matrix(modules[layer.module])
+        factors = sample_factors(low_rank, spec.members, weight, generator)
         values.update({name: nn.Parameter(factor) for name, factor in factors.items()})
     ensemble = EmbeddedEnsemble(copy_reference(reference), spec, values, flow)
     if generator is not None and any(site.fresh for site in spec.sites):
@@ -645,33 +601,6 @@ def sample_site(
         )
     except ValueError as error:
         raise ValueError(f"the {site.kind} modulations of {site.layer!r}: {error}") from None
-
-
-def sample_low_rank(
-    site: LowRankSite,
-    members: int,
-    layers: Mapping[str, Layer],
-    modules: Mapping[str, nn.Module],
-    generator: torch.Generator | None,
-) -> dict[str, Tensor]:
-    r"""Draw the factors :math:`B_a`, ``(member, row, rank)``, and :math:`A_a` of a site.
-
-    The product has the standard deviation ``site.scale``, for the additive kind relative to the
-    root mean square of the weight.
-    """
-    layer = layers[site.layer]
-    weight = layer.matrix(modules[layer.module])
-    rows, columns = weight.shape
-    right_std = 1.0
-    product_std: Any = site.scale
-    if site.kind == "additive":
-        right_std = columns**-0.5
-        product_std = site.scale * weight.detach().square().mean().sqrt()
-    left_std = product_std / (right_std * site.rank**0.5)
-    options = {"generator": generator, "dtype": weight.dtype, "device": weight.device}
-    left = Normal().sample((members, rows, site.rank), **options) * left_std
-    right = Normal().sample((members, site.rank, columns), **options) * right_std
-    return {f"{site.layer}.left": left, f"{site.layer}.right": right}
 
 
 def stack_tensors(
@@ -788,11 +717,6 @@ def tensor_names(module: nn.Module) -> tuple[str, ...]:
     for table in (module._parameters, module._buffers):
         names += [name for name, tensor in table.items() if tensor is not None]
     return tuple(names)
-
-
-def is_within(name: str, outer: Iterable[str]) -> bool:
-    """Return whether a module is one of some modules, or lies inside one."""
-    return any(name == o or not o or name.startswith(o + ".") for o in outer)
 
 
 def match(pattern: str, names: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from embens import laws
+from embens.adapters import choose_low_rank
 from embens.checks import check_choice, check_members
 from embens.embed import (
     Initialise,
@@ -264,7 +265,8 @@ def low_rank(
         raise ValueError(f"scale must be finite and not negative, got {scale}.")
     separate_layers = source.choose_per_member(own)
     template = LowRankSite("", _check_rank(rank), kind, scale)
-    low_rank_sites = source.choose_low_rank(
+    low_rank_sites = choose_low_rank(
+        source,
         sites,
         template,
         separate_layers,
@@ -398,7 +400,7 @@ def adapt(
     sites: tuple[Site, ...] = ()
     if by == "low_rank":
         template = LowRankSite("", DEFAULT_RANK, "additive")
-        low_rank_sites = source.choose_low_rank("all", template, separate_layers, shrink=True)
+        low_rank_sites = choose_low_rank(source, "all", template, separate_layers, shrink=True)
     elif by == "modulations":
         sites = _sites_near_one(source, separate_layers)
     spec = source.make_spec(

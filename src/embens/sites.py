@@ -507,3 +507,8 @@ def _require(items: Mapping[str, Any], name: str) -> Any:
             "of the architecture that was saved."
         )
     return items[name]
+
+
+def is_within(name: str, outer: Iterable[str]) -> bool:
+    """Return whether a module is one of some modules, or lies inside one."""
+    return any(name == o or not o or name.startswith(o + ".") for o in outer)
