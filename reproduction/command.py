@@ -152,7 +152,7 @@ def _check_options(options: Namespace) -> list[str]:
     for item in options.only:
         if "=" not in item:
             raise ValueError(f"--only needs AXIS=VALUE, for example p=0,0.9, got {item!r}.")
-    if options.all:
+    if options.name is None:
         return list(NAMES)
     return [options.name]
 

@@ -158,6 +158,7 @@ def train_contestant(cell: Cell, name: str, data: DataSet, lr: float) -> nn.Modu
             if isinstance(contestant, EmbeddedEnsemble):
                 _train_embedded(cell, contestant, data, lr)
             else:
+                assert isinstance(contestant, (MIMO, Rank1))
                 _train_system(cell, contestant, data, lr)
         except ArithmeticError as error:
             raise DivergenceError(f"{name} diverged at the learning rate {lr:g}.") from error
@@ -172,15 +173,16 @@ def _train_embedded(cell: Cell, ensemble: EmbeddedEnsemble, data: DataSet, lr: f
 
 def _train_system(cell: Cell, system: MIMO | Rank1, data: DataSet, lr: float) -> None:
     recipe = recipe_of(cell, lr)
+    inputs, targets = data.train
     system.train()
     if isinstance(system, MIMO):
         optimizer = recipe.optimizer(system.parameters())
         order = partial(member_orders, members=system.members)
-        train_system(system.loss, optimizer, tuple(data.train), recipe, order=order)
+        train_system(system.loss, optimizer, (inputs, targets), recipe, order=order)
     else:
         optimizer = recipe.optimizer(system.parameter_groups(lr, recipe.weight_decay))
-        loss = partial(system.loss, rows=len(data.train.targets))
-        train_system(loss, optimizer, tuple(data.train), recipe)
+        loss = partial(system.loss, rows=len(targets))
+        train_system(loss, optimizer, (inputs, targets), recipe)
 
 
 def _train_procedure(cell: Cell, name: str, data: DataSet, lr: float) -> nn.Module:

@@ -375,7 +375,7 @@ CLAIMS = [
 
 def plot(table: Frame) -> Figure:
     """Return errors, coupling, kurtosis, drift and predictions against width."""
-    colours = dict(zip(LAWS, PALETTE, strict=False))
+    colours: dict[str, str] = dict(zip(LAWS, PALETTE, strict=False))
     by_case = partial(curves, table, "units", by="case", colours=colours)
     by_step = partial(curves, table, "units", by="step", label="step {}", colours=shades(STEPS))
     drawn = []

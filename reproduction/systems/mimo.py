@@ -96,8 +96,8 @@ class MIMO(nn.Module):
             Outputs, ``(member, batch, class)``.
         """
         # Equal inputs: the sum of the blocks replaces M copies of the input.
-        first = self.network.get_submodule(self.first)
-        blocks = first.weight.unflatten(1, (self.members, -1))
+        weight = self.network.get_parameter(f"{self.first}.weight")
+        blocks = weight.unflatten(1, (self.members, -1))
         outputs = functional_call(self.network, {f"{self.first}.weight": blocks.sum(1)}, (x,))
         return self._separate(outputs)
 
@@ -212,7 +212,8 @@ def _widen_inputs_(layer: nn.Module, members: int, generator: torch.Generator | 
         raise ValueError(f"the first layer must be Linear or Conv without groups, got {layer}.")
     if members == 1:
         return
-    blocks = [copied.weight / math.sqrt(members) for copied in redraw(layer, members, generator)]
+    redrawn = redraw(layer, members, generator)
+    blocks = [copied.get_parameter("weight") / math.sqrt(members) for copied in redrawn]
     layer.weight = nn.Parameter(torch.cat(blocks, dim=1))
     if isinstance(layer, nn.Linear):
         layer.in_features *= members
@@ -228,7 +229,7 @@ def _widen_outputs_(layer: nn.Module, members: int, generator: torch.Generator |
     if members == 1:
         return
     heads = redraw(layer, members, generator)
-    layer.weight = nn.Parameter(torch.cat([head.weight for head in heads]))
+    layer.weight = nn.Parameter(torch.cat([head.get_parameter("weight") for head in heads]))
     if layer.bias is not None:
-        layer.bias = nn.Parameter(torch.cat([head.bias for head in heads]))
+        layer.bias = nn.Parameter(torch.cat([head.get_parameter("bias") for head in heads]))
     layer.out_features *= members

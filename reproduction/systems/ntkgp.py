@@ -93,6 +93,7 @@ class NTKGPMember(nn.Module):
         direction = tuple(self.direction.parameters())
         # Two reverse passes instead of forward mode: every activation supports them.
         _, product = torch.autograd.functional.jvp(evaluate, start, direction)
+        assert isinstance(product, Tensor)
         return product
 
     def penalty(self) -> Tensor:

@@ -353,7 +353,7 @@ class EmbeddedEnsemble(nn.Module):
 
     def _separate_arguments(
         self, batch: Any, chunk: Any, kwargs: dict[str, Any]
-    ) -> tuple[optim.BatchKind, int | None]:
+    ) -> tuple[Any, int | None]:
         """Give values to the reference that are for its arguments of the same names."""
         names = inspect.signature(self.reference.forward).parameters
         if "batch" in names and not isinstance(batch, str):
@@ -465,7 +465,7 @@ class EmbeddedEnsemble(nn.Module):
             values[site.key] = site.law.sample(
                 (self.members, site.size), generator, dtype=example.dtype, device=example.device
             )
-        if generator is not None:
+        if self.generator_state is not None and generator is not None:
             self.generator_state.copy_(generator.get_state())
         return values
 
