@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from embens import networks
 from embens.graph.domains import Domain, Unfoldable, Value
-from embens.graph.guards import Guard
 from embens.graph.members import (
     convolution_options,
     write_batch_norm,
@@ -166,7 +165,7 @@ def _trace(
     if has_user_code(root):
         # Modules of torch need no strictness: they become leaves of the graph.
         tracer = StrictTracer(root, ranks, constants)
-        guard = Guard(root)
+        guard = tracer.guard
         random_numbers = random_state()
     state = ModuleState(root, tensors=True)
     try:

@@ -6,6 +6,7 @@ follows their contents.
 """
 
 import functools
+import pickle
 import random
 import sys
 from collections import deque
@@ -99,6 +100,8 @@ def snapshot(value: Any, seen: set[int]) -> Any:
             parts.append((snapshot(key, seen), snapshot(item, seen)))
     elif isinstance(value, functools.partial):
         parts += [snapshot(value.func, seen), snapshot(value.keywords, seen)]
+    elif has_hidden_state(value):
+        parts.append(_pickled(value))
     for name, item in attributes_of(value):
         parts.append((name, snapshot(item, seen)))
     return tuple(parts)
@@ -112,6 +115,23 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
                 yield name, getattr(value, name)
+
+
+def has_hidden_state(value: Any) -> bool:
+    """Return whether an object changes without a change of attributes or of known containers.
+
+    Iterators and arrays of bytes or of numpy do.
+    """
+    if isinstance(value, (Iterator, bytearray, memoryview)):
+        return True
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception:  # classes of the user may raise anything
+        return b""
 
 
 def random_state() -> list[Any]:
