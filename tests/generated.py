@@ -33,6 +33,7 @@ import random
 from collections import namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
