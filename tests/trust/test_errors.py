@@ -445,3 +445,26 @@ def test_scripted_modules_are_refused_by_name(compile_module):
     reference = nn.Sequential(compile_module(layer, *example), nn.Tanh(), nn.Linear(6, 2))
     with pytest.raises(TypeError, match=r"contains a .*Module, which cannot be embedded"):
         embens.batch_ensemble(reference, 3)
+
+
+def test_a_lazy_layer_in_user_code_is_refused_by_name():
+    reference = Returning(lambda y: y)
+    reference.b = nn.LazyLinear(6)
+    with pytest.raises(ValueError, match="'b.weight' has no shape yet"):
+        embens.batch_ensemble(reference, 3)
+
+
+def test_code_may_read_the_type_of_a_weight_and_is_folded():
+    class Casting(Returning):
+        def forward(self, x):
+            return super().forward(x.to(self.b.weight.dtype))
+
+    torch.manual_seed(0)
+    ensemble = embens.batch_ensemble(Casting(torch.tanh), 3)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        ensemble.to(dtype)
+        outputs = ensemble(torch.ones(4, 6))
+        assert ensemble.executor == "folded"
+        assert outputs.dtype is dtype
+        expected = torch.stack([ensemble.member(a)(torch.ones(4, 6)) for a in range(3)])
+        torch.testing.assert_close(outputs, expected, rtol=0.05, atol=0.05)

@@ -74,10 +74,13 @@ def _check_views(key: str, where: str, value: Any, memories: dict[int, tuple[str
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if it has none, as tensors of torch.func."""
+    """Return the address of a tensor's memory; 0 if it has none.
+
+    Tensors of torch.func and parameters of lazy modules have none.
+    """
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return 0
 
 

@@ -36,6 +36,9 @@ class SymbolicValue(torch.fx.Proxy):
     def __repr__(self) -> str:  # also for str, print and format
         raise self.tracer.problem("the code prints a tensor")
 
+    def __hash__(self) -> int:  # as that of a tensor
+        return id(self)
+
     def __dir__(self) -> list[str]:
         raise self.tracer.problem("the code asks for the names of attributes of a tensor")
 
