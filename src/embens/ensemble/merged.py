@@ -11,13 +11,13 @@ backward pass finds the member's weights.
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from embens.ensemble.changes import BufferChange, StateGuard
 from embens.ensemble.copies import Attributes, MemberCopy, parametrized_names, structure_of
@@ -185,6 +185,31 @@ class MergedExecutor:
                     self.changed_names.update(values)
         return self.changed_names
 
+    def run_members(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: dict[str, Tensor],
+        *,
+        per_member: bool = False,
+    ) -> Iterator[Any]:
+        """Yield the outputs of one member after another, with a member axis of size 1.
+
+        Args:
+            inputs: positional arguments of the reference.
+            kwargs: keyword arguments of the reference.
+            values: values of all members in this pass, members first.
+            per_member: whether positional tensors have the members as their first axis.
+        """
+        computed = self.begin()
+        for a in range(self.ensemble.members):
+            member_inputs = inputs
+            if per_member:
+                member_inputs = tree_map_only(Tensor, lambda x, a=a: x[a], inputs)
+            outputs = self.run(a, member_inputs, kwargs, values, computed)
+            check_outputs(outputs)
+            yield tree_map_only(Tensor, lambda x: x.unsqueeze(0), outputs)
+
     def run(
         self,
         a: int,
@@ -254,6 +279,17 @@ class MergedExecutor:
             member = self.copies[a]
             slots = member.module.get_submodule(change.module)._buffers
             slots[change.name] = member.alias(full_name, stack[a])
+
+
+def check_outputs(outputs: Any) -> None:
+    """Raise if outputs hide their tensors."""
+    for leaf in tree_leaves(outputs):
+        if not isinstance(leaf, Tensor) and hasattr(leaf, "__dataclass_fields__"):
+            raise TypeError(
+                f"the reference returns a {type(leaf).__name__}, whose tensors cannot be found. "
+                "Return a tensor, tuple, list or dictionary, or register the class with "
+                "torch.utils._pytree.register_dataclass."
+            )
 
 
 def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
