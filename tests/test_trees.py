@@ -1,8 +1,9 @@
 """Joining nested outputs, and counting rows."""
 
+import pytest
 import torch
 
-from embens.trees import batch_size, gather
+from embens.trees import batch_size, check_alike, gather
 
 
 def test_gather_joins_tensors_at_every_place():
@@ -34,3 +35,13 @@ def test_batch_size_is_the_length_of_the_first_tensor_with_an_axis():
 def test_batch_size_without_tensors_is_zero():
     assert batch_size(()) == 0
     assert batch_size([torch.tensor(1.0), "text"]) == 0
+
+
+def test_outputs_of_another_structure_or_with_other_values_are_refused():
+    y = torch.zeros(1)
+    check_alike([(y, "a", None), (y + 1, "a", None)])
+    for other in ([y, "a", None], (y, "a"), (y, y, None)):
+        with pytest.raises(ValueError, match="different structures"):
+            check_alike([(y, "a", None), other])
+    with pytest.raises(TypeError, match="different values of type str"):
+        check_alike([(y, "a"), (y, "b")])

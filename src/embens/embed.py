@@ -681,9 +681,11 @@ def check_module(reference: Any) -> None:
         )
     for module in reference.modules():
         kind = type(module).__name__
-        if kind.endswith(("DataParallel", "OptimizedModule", "ScriptModule")):
+        is_wrapper = kind.endswith(("DataParallel", "OptimizedModule"))
+        if is_wrapper or isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"embed the module inside the {kind}, then wrap or compile the ensemble."
+                f"the reference contains a {kind}, which cannot be embedded. Embed the module "
+                "inside it, then wrap or compile the ensemble."
             )
         if isinstance(module, EmbeddedEnsemble):
             raise TypeError("the reference is, or contains, an ensemble. Pass a plain network.")

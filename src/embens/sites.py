@@ -229,8 +229,11 @@ def _is_mergeable(module: nn.Module, kind: LayerKind) -> bool:
         return False  # rows are renormalised after scaling
     if not isinstance(module, (nn.Linear, _ConvNd, nn.Embedding)):
         return True  # registered with the order of its axes
-    forward_class = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    return forward_class.__module__.startswith(_STOCK_MODULES)
+    for method in ("forward", "_conv_forward"):
+        owners = [cls for cls in type(module).__mro__ if method in vars(cls)]
+        if owners and not owners[0].__module__.startswith(_STOCK_MODULES):
+            return False
+    return True
 
 
 def _attention_layers(name: str, module: nn.MultiheadAttention) -> list[Layer]:

@@ -1,10 +1,10 @@
-"""Nested containers of tensors: joining the outputs of several calls, and counting rows."""
+"""Nested containers of tensors: joining outputs, and counting rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 
 def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
@@ -31,6 +31,43 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
         return leaves[0]
 
     return tree_map(join_leaves, *outputs)
+
+
+def check_alike(outputs: Sequence[Any]) -> None:
+    """Raise if outputs of several members cannot be joined.
+
+    Args:
+        outputs: one nested container of tensors per member.
+
+    Raises:
+        ValueError: if containers have different structures.
+        TypeError: if values other than tensors differ.
+    """
+    columns = []
+    for output in outputs:
+        leaves, structure = tree_flatten(output)
+        kinds = [isinstance(leaf, Tensor) for leaf in leaves]
+        columns.append((structure, kinds, [x for x in leaves if not isinstance(x, Tensor)]))
+    first_structure, first_kinds, first_values = columns[0]
+    for structure, kinds, values in columns[1:]:
+        if structure != first_structure or kinds != first_kinds:
+            raise ValueError(
+                f"members return outputs of different structures, {first_structure} and "
+                f"{structure}. Return outputs whose structure does not depend on values."
+            )
+        for first, value in zip(first_values, values, strict=True):
+            if not _is_equal(first, value):
+                raise TypeError(
+                    f"members return different values of type {type(value).__name__}, which "
+                    "cannot be stacked. Return tensors."
+                )
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    try:
+        return left is right or bool(left == right) or bool(left != left and right != right)
+    except Exception:  # arrays, and classes of the user, may raise anything
+        return False
 
 
 def batch_size(values: Any) -> int:

@@ -1,10 +1,13 @@
 """What a traced graph depends on besides its inputs."""
 
+import itertools
+import operator
 import os
 import threading
 import time
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +22,12 @@ def count_calls(x):
     global SCALE
     SCALE += 1
     return x * SCALE
+
+
+GLOBALS, READ = globals, getattr
+COUNT, NUMBERS = itertools.count(), iter([1.0, 2.0])
+ARRAY, BYTES = np.ones(1), bytearray(1)
+OBJECT, NAMES = types.SimpleNamespace(hidden=1.0), ["hid" + "den"]
 
 
 class Scaled(nn.Module):
@@ -76,6 +85,11 @@ def test_a_guard_ignores_what_the_code_never_names():
         (lambda x: x * globals()["SCALE"], "calls 'globals'"),
         (count_calls, "changes the global variable 'SCALE'"),
         (lambda x: x * LOCAL.value, "uses the module '_thread'"),
+        (lambda x: x * GLOBALS()["SCALE"], "calls 'globals'"),
+        (lambda x: x * next(COUNT), "an object of type 'count'"),
+        (lambda x: x * next(NUMBERS), "an object of type 'list_iterator'"),
+        (lambda x: x * ARRAY[0], "an object of type 'ndarray'"),
+        (lambda x: x * BYTES[0], "an object of type 'bytearray'"),
     ],
 )
 def test_code_that_depends_on_the_world_is_unwatchable(run, reason):
@@ -83,6 +97,22 @@ def test_code_that_depends_on_the_world_is_unwatchable(run, reason):
     module.run = run
     with pytest.raises(Unwatchable, match=reason):
         Guard(module)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x * READ(OBJECT, NAMES[0]),
+        lambda x: x * OBJECT.__dict__[NAMES[0]],
+        lambda x: x * operator.attrgetter(NAMES[0])(OBJECT),
+    ],
+)
+def test_a_guard_notices_attributes_whose_names_are_made_by_the_code(run, monkeypatch):
+    module = Scaled()
+    module.run = run
+    guard = Guard(module)
+    monkeypatch.setattr(OBJECT, "hidden", 2.0)
+    assert not guard.holds()
 
 
 def test_a_guard_knows_which_attributes_are_read():

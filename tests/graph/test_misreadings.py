@@ -1,13 +1,15 @@
 """Code that a trace would misread runs merged, and is right."""
 
 import builtins
+import types
 
 import pytest
 import torch
 from torch import nn
 
 import embens
-from embens.graph.misreadings import Untraceable, namespaces_of
+from embens.graph.guards import Guard
+from embens.graph.misreadings import Untraceable
 from embens.graph.tracing import StrictTracer
 
 
@@ -85,8 +87,72 @@ def by_no_grad(h):
     return h + k
 
 
+# Functions whose global variables are those of another file.
+HELPERS = types.ModuleType("helpers")
+HELPERS.torch = torch
+exec(
+    """
+def double(h):
+    return 2 * h if isinstance(h, torch.Tensor) else h
+
+class Tool:
+    def double(self, h):
+        return 2 * h if type(h) is torch.Tensor else h
+""",
+    vars(HELPERS),
+)
+TOOL = HELPERS.Tool()
+IS_INSTANCE = isinstance
+
+
+def by_function_of_another_file(h):
+    return HELPERS.double(h)
+
+
+def by_method_of_another_file(h):
+    return TOOL.double(h)
+
+
+def by_another_name(h):
+    return 2 * h if IS_INSTANCE(h, torch.Tensor) else h
+
+
+def by_default_argument(h, kind=type):
+    return 2 * h if kind(h) is torch.Tensor else h
+
+
+def by_builtins(h):
+    return 2 * h if builtins.isinstance(h, torch.Tensor) else h
+
+
+def by_class(h):
+    return 2 * h if h.__class__ is torch.Tensor else h
+
+
+def by_instance_check(h):
+    return 2 * h if torch.Tensor.__instancecheck__(h) else h
+
+
+def by_match(h):
+    match h:
+        case torch.Tensor():
+            return 2 * h
+        case _:
+            return h
+
+
+def by_text(h):
+    return 2 * h if "tensor" in f"{h}" else h
+
+
+def by_names(h):
+    return 2 * h if "new_empty" in dir(h) else h
+
+
 CODES = [by_instance, by_type, by_is_tensor, by_callable, by_attribute, by_caught_error]
 CODES += [by_caught_length, by_autograd_function, by_autocast, by_no_grad]
+CODES += [by_function_of_another_file, by_method_of_another_file, by_another_name, by_builtins]
+CODES += [by_default_argument, by_class, by_instance_check, by_match, by_text, by_names]
 
 
 @pytest.mark.parametrize("run", CODES, ids=lambda run: run.__name__)
@@ -152,10 +218,23 @@ def test_nothing_is_left_behind():
 
 
 def test_namespaces_of_helpers_are_included():
-    assert any(namespace is globals() for namespace in namespaces_of(Net(by_type)))
-    names = [namespace["__name__"] for namespace in namespaces_of(nn.Linear(2, 2))]
-    # transformers replaces functions of torch once another test has imported it.
-    assert [name for name in names if not name.startswith("transformers.")] == []
+    namespaces = Guard(Net(by_function_of_another_file)).namespaces.values()
+    assert any(namespace is globals() for namespace in namespaces)
+    assert any(namespace is vars(HELPERS) for namespace in namespaces)
+
+
+def test_a_layer_with_another_call_is_called_once():
+    class Doubling(nn.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(3, 3), Doubling(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    ensemble = embens.batch_ensemble(reference, members=2)
+    x = torch.randn(3, 3)
+    outputs = ensemble(x)
+    for a in range(2):
+        assert torch.allclose(outputs[a], ensemble.member(a)(x))
 
 
 def test_a_symbol_in_place_of_a_buffer_is_no_error():

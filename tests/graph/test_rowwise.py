@@ -56,6 +56,11 @@ MIXING = [
     ("add", (Value(Domain.SHARED, 2),)),
     ("mean", (-4,)),
     ("linear", (Value(Domain.CONSTANT, 2), Value(Domain.SHARED, 1))),
+    ("linear", (Value(Domain.CONSTANT, 2), Value(Domain.CONSTANT, 2))),
+    ("mean", ((),)),
+    ("amax", ([],)),
+    ("getitem", ((slice(None), (0, 1), (1, 2)),)),
+    ("getitem", ((slice(None), True),)),
 ]
 
 
@@ -90,3 +95,22 @@ def test_the_result_belongs_to_members_if_an_argument_does():
 
 def test_a_constant_of_one_row_meets_every_row():
     assert infer("add", [BATCH, Value(Domain.CONSTANT, 3, leading=1)], {}) == BATCH
+
+
+def test_functions_that_get_all_arguments_by_name_are_refused():
+    for name in ("softmax", "sum", "matmul", "reshape", "cat", "zeros"):
+        with pytest.raises(Unfoldable, match="by name"):
+            infer(name, [], {"input": BATCH, "dim": 1})
+
+
+def test_an_axis_of_a_constant_may_be_passed_by_name():
+    assert infer("unsqueeze", [Value(Domain.CONSTANT, 1)], {"dim": 0}).leading == 1
+
+
+def test_only_arithmetic_of_sizes_gives_a_number():
+    size = infer("size", [BATCH, 2], {})
+    assert infer("floordiv", [size, 2], {}).kind == "other"
+    assert infer("sqrt", [size], {}).kind == "other"
+    for name in ("randn", "eye", "linspace", "rand"):
+        with pytest.raises(Unfoldable):
+            infer(name, [size], {})

@@ -1,5 +1,8 @@
 """Snapshots differ if something in a value has changed."""
 
+import itertools
+
+import numpy as np
 import torch
 
 from embens.graph.snapshots import random_state, snapshot
@@ -24,6 +27,19 @@ def test_snapshots_contain_slots_versions_and_values_of_tensors():
         assert snapshot(value, set()) == before
         change(1)
         assert snapshot(value, set()) != before
+
+
+def test_snapshots_contain_the_state_of_iterators_and_arrays():
+    values = {"count": itertools.count(), "array": np.zeros(2), "bytes": bytearray(1)}
+    for change in (
+        lambda: next(values["count"]),
+        lambda: values["array"].__setitem__(0, 1),
+        lambda: values["bytes"].append(1),
+    ):
+        before = snapshot(values, set())
+        assert snapshot(values, set()) == before
+        change()
+        assert snapshot(values, set()) != before
 
 
 def test_random_state_changes_with_every_draw():

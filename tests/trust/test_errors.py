@@ -11,6 +11,7 @@ from torch import nn
 from trust.story import follow, quiet, x_of
 
 import embens
+from embens import laws
 
 
 class Energy(nn.Module):
@@ -322,3 +323,125 @@ def test_members_with_outputs_of_different_shapes_are_refused():
     ensemble = embens.batch_ensemble(Selecting(), 3)
     with pytest.raises(ValueError, match="members return outputs of different shapes"):
         ensemble(torch.randn(9, 6))
+
+
+class Returning(nn.Module):
+    """Returns whatever a function makes of its outputs."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.out(torch.tanh(self.b(torch.tanh(self.a(x))))))
+
+
+class Box:
+    """Hides a tensor."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+OUTPUTS = {
+    "object": (Box, "returns a Box, whose tensors cannot be found"),
+    "distribution": (
+        lambda y: torch.distributions.Normal(y, 1.0),
+        "returns a Normal, whose tensors cannot be found",
+    ),
+    "number": (lambda y: (y, float(y.detach().sum())), "different values of type float"),
+    "array": (lambda y: (y, y.detach().numpy()), "different values of type ndarray"),
+    "length": (lambda y: [y] * (1 + int(y[0, 0] > 0)), "outputs of different structures"),
+    "None": (lambda y: (y, y if y[0, 0] > 0 else None), "outputs of different structures"),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+@pytest.mark.parametrize("batch", ["same", "split"])
+@quiet
+def test_outputs_that_cannot_be_stacked_are_refused(case, batch):
+    function, message = OUTPUTS[case]
+    torch.manual_seed(1)
+    ensemble = embens.batch_ensemble(Returning(function), 8)
+    if batch == "split" and case in ("object", "distribution"):
+        message = "different values of type"
+    with pytest.raises((TypeError, ValueError), match=message):
+        ensemble(torch.randn(9, 6), batch=batch)
+
+
+@quiet
+def test_equal_values_among_the_outputs_are_returned():
+    ensemble = embens.batch_ensemble(Returning(lambda y: (y, "name", {1, 2}, float("nan"))), 3)
+    assert ensemble(torch.randn(4, 6))[1:3] == ("name", {1, 2})
+
+
+class Attending(nn.Module):
+    """Returns attention weights that it does not ask for."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return self.attention(h, h, h, need_weights=False)
+
+
+@quiet
+def test_modules_with_several_outputs_are_right():
+    attending = embens.batch_ensemble(Attending(), 3)
+    outputs, weights = attending(torch.randn(4, 5, 6))
+    assert outputs.shape == (3, 4, 5, 6)
+    assert weights is None
+    layers = [nn.Conv1d(2, 4, 3), nn.Tanh(), nn.Conv1d(4, 4, 3)]
+    pooling = embens.batch_ensemble(nn.Sequential(*layers, nn.MaxPool1d(2, return_indices=True)), 3)
+    x = torch.randn(5, 2, 8)
+    outputs, indices = pooling(x)
+    for a in range(3):
+        expected = pooling.member(a)(x)
+        torch.testing.assert_close(outputs[a], expected[0])
+        assert torch.equal(indices[a], expected[1])
+
+
+@quiet
+def test_every_member_draws_its_regions_of_fractional_pooling():
+    layers = [nn.FractionalMaxPool2d(2, output_size=3), nn.Flatten(), nn.Linear(9, 4)]
+    reference = nn.Sequential(*layers, nn.Tanh(), nn.Linear(4, 2))
+    ensemble = embens.embed(reference, 8, pre=None, post=laws.Constant()).eval()
+    torch.manual_seed(0)
+    outputs = ensemble(torch.randn(2, 1, 8, 8))
+    assert len({tuple(output.flatten().tolist()) for output in outputs}) > 1
+
+
+@pytest.mark.parametrize("is_called", [False, True], ids=["before a call", "after a call"])
+@quiet
+def test_hooks_of_all_modules_are_called(is_called):
+    torch.manual_seed(0)
+    ensemble = embens.batch_ensemble(Returning(lambda y: y), 3)
+    x = torch.randn(4, 6)
+    before = ensemble(x) if is_called else None
+
+    def double(module, args, output):
+        return 2 * output if isinstance(module, nn.Linear) else None
+
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        outputs = ensemble(x)
+        expected = torch.stack([ensemble.member(a)(x) for a in range(3)])
+    finally:
+        handle.remove()
+    torch.testing.assert_close(outputs, expected)
+    if before is not None:
+        torch.testing.assert_close(ensemble(x), before)
+
+
+@pytest.mark.parametrize("compile_module", [torch.jit.script, torch.jit.trace])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_scripted_modules_are_refused_by_name(compile_module):
+    layer = nn.Linear(6, 6)
+    example = (torch.ones(1, 6),) if compile_module is torch.jit.trace else ()
+    reference = nn.Sequential(compile_module(layer, *example), nn.Tanh(), nn.Linear(6, 2))
+    with pytest.raises(TypeError, match=r"contains a .*Module, which cannot be embedded"):
+        embens.batch_ensemble(reference, 3)

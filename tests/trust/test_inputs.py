@@ -1,5 +1,7 @@
 """Forwards that change their inputs in place: no member, chunk or caller sees it."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -301,6 +303,54 @@ def test_nested_inputs_and_caches_stay_as_they_are(change, cached):
         for a, member in enumerate(members):
             expected = member({"x": [x.clone(), x.clone()]}, Cache() if cached else None)
             torch.testing.assert_close(outputs[a], expected)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "result"])
+def test_gradients_reach_tensors_deep_in_an_argument(is_leaf):
+    ensemble = grow_up(Nested(lambda batch: batch.inner.x), "batch ensemble")
+    x = x_of().requires_grad_()
+
+    def gradient_of(network):
+        inner = types.SimpleNamespace(x=x if is_leaf else 2 * x)
+        outputs = network(types.SimpleNamespace(inner=inner))
+        return torch.autograd.grad(outputs.square().sum(), x)[0]
+
+    expected = sum(gradient_of(ensemble.member(a)) for a in range(3))
+    torch.testing.assert_close(gradient_of(ensemble), expected)
+
+
+@pytest.mark.parametrize("is_folded", [True, False], ids=["folded", "merged"])
+@quiet
+def test_attributes_of_an_input_are_seen(is_folded):
+    def masked(s, x):
+        x = x * x.mask if hasattr(x, "mask") else x
+        return x if is_folded else x * len(x)
+
+    ensemble = grow_up(Net(masked), "batch ensemble")
+    x = x_of()
+    follow(ensemble, [x])
+    x.mask = torch.zeros(4, 1, dtype=torch.float64)
+    outputs = ensemble(x)
+    for a in range(3):
+        torch.testing.assert_close(outputs[a], ensemble.member(a)(x))
+
+
+class Doubling(torch.Tensor):
+    """A tensor with another product."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * result if func is torch.nn.functional.linear else result
+
+
+@quiet
+def test_inputs_of_other_classes_do_what_they_do_in_a_member():
+    ensemble = grow_up(Net(lambda s, x: x), "batch ensemble")
+    x = x_of(60).as_subclass(Doubling)
+    outputs = ensemble(x)
+    for a in range(3):
+        torch.testing.assert_close(outputs[a], ensemble.member(a)(x))
 
 
 def test_an_argument_that_cannot_be_copied_is_refused():

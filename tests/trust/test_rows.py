@@ -1,5 +1,7 @@
 """Layers that work along the batch, or on inputs without one: they are not taken as row-wise."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,10 +18,20 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
         self.middle = middle
+        self.has_output_layer = keeps_width(middle)  # a branch on a shape would not be folded
 
     def forward(self, x):
         h = self.middle(torch.tanh(self.b(torch.tanh(self.a(x)))))
-        return self.out(h) if h.shape[-1] == 6 else h
+        return self.out(h) if self.has_output_layer else h
+
+
+def keeps_width(middle):
+    """Return whether a module returns as many features as it gets."""
+    try:
+        rows = torch.rand(4, 6, dtype=torch.float64)
+        return copy.deepcopy(middle).double()(rows).shape[-1:] == (6,)
+    except (RuntimeError, ValueError, IndexError):  # the module does not take four rows
+        return False
 
 
 class Function(nn.Module):
@@ -96,6 +108,20 @@ MODULES = {
     "batch norm without affine": nn.BatchNorm1d(6, affine=False),
     "cumulative batch norm": nn.BatchNorm1d(6, momentum=None),
     "local response over rows": Function(lambda x: nn.LocalResponseNorm(2)(x[None, ..., None])[0]),
+    "sum over no axis": Function(lambda x: x - x.sum(dim=())),
+    "mean over no axis": Function(lambda x: x - x.mean(dim=[])),
+    "maximum over no axis": Function(lambda x: x - torch.amax(x, ())),
+    "variance over no axis": Function(lambda x: x / (1 + torch.var(x, dim=(), correction=0))),
+    "softmax by name": Function(lambda x: torch.softmax(input=x, dim=0)),
+    "softmax of features by name": Function(lambda x: torch.softmax(input=x, dim=1)),
+    "sum by name": Function(lambda x: x - torch.sum(input=x, dim=0, keepdim=True)),
+    "parts by name": Function(lambda x: torch.cat(tensors=[x[:, :3], x[:, 3:]], dim=1)),
+    "shape by name": Function(lambda x: torch.reshape(input=x, shape=(-1, 6))),
+    "axes by name": Function(lambda x: torch.squeeze(input=x.unsqueeze(dim=1), dim=1)),
+    "pairs of indices": Function(
+        lambda x: x + x.view(-1, 2, 3)[:, (0, 1), (1, 2)].softmax(-2).repeat(1, 3)
+    ),
+    "square of a size": Function(lambda x: x + torch.eye(x.shape[1], dtype=x.dtype)[0]),
 }
 
 
@@ -222,3 +248,18 @@ def test_code_that_asks_for_types_sees_those_of_the_user():
     member = ensemble.member(0)
     assert type(member) is Picky
     assert type(member.a) is nn.Linear
+
+
+@quiet
+def test_every_member_draws_numbers_whose_shape_depends_on_the_input():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            h = torch.tanh(self.b(torch.tanh(self.a(x))))
+            return torch.randn(h.shape[1], dtype=h.dtype) + 0 * h
+
+    outputs = grow_up(Noisy(), "batch ensemble")(torch.zeros(4, 6, dtype=torch.float64))
+    assert not torch.equal(outputs[0], outputs[1])

@@ -1,8 +1,11 @@
 """Forwards that change state: each member has its own, or the error names what is changed."""
 
+import copy
+import itertools
 import re
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -262,6 +265,11 @@ def buffer_removed(s, h):
     return h
 
 
+def parameter_rolled(s, h):
+    s.scale.data.copy_(s.scale.data.roll(1))
+    return h
+
+
 REFUSED = {
     parameter_in_place: "changes its parameter 'scale'",
     parameter_by_data: "changes its parameter 'scale'",
@@ -293,3 +301,92 @@ def test_other_changes_are_refused_by_name(change, start):
     steps = [x, x, lambda m: m.train(), x, x]
     error = follow(ensemble.eval(), steps, may_refuse=re.escape(REFUSED[change]))
     assert error, "the change was not noticed"
+
+
+@quiet
+def test_rows_of_a_parameter_that_change_places_are_noticed():
+    reference = Net(parameter_rolled)
+    reference.scale.data.copy_(torch.arange(6.0))
+    ensemble = grow_up(reference, "batch ensemble")
+    with pytest.raises(RuntimeError, match="changes its parameter 'scale'"):
+        ensemble(x_of())
+
+
+@quiet
+def test_a_buffer_with_two_names_is_refused_once_it_changes():
+    def change(s, h):
+        s.mean.add_(1)
+        return h
+
+    reference = Net(change)
+    reference.double()
+    reference.spare = reference.mean
+    ensemble = grow_up(reference, "batch ensemble")
+    with pytest.raises(RuntimeError, match="'spare', which is also registered as 'mean'"):
+        ensemble(x_of())
+
+
+class Counting(nn.Module):
+    """Counts its calls with an object that has no attributes."""
+
+    def __init__(self, counter, count):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.counter, self.count = counter, count
+
+    def forward(self, x):
+        h = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return self.out(h * self.count(self.counter))
+
+
+def count_by_item(array):
+    array[0] += 1
+    return float(array[0])
+
+
+COUNTERS = {
+    "count": (lambda: itertools.count(1), next),
+    "cycle": (lambda: itertools.cycle([1.0, 2.0]), next),
+    "list iterator": (lambda: iter([1.0, 2.0, 3.0, 4.0, 5.0]), next),
+    "array": (lambda: np.zeros(1), count_by_item),
+    "bytes": (lambda: bytearray(1), count_by_item),
+}
+
+
+@pytest.mark.parametrize("case", COUNTERS)
+@quiet
+def test_counters_without_attributes_belong_to_the_member(case):
+    make, count = COUNTERS[case]
+    ensemble = grow_up(Counting(make(), count), "batch ensemble")
+    x = x_of()
+    follow(ensemble, [x, x])
+    follow(ensemble, [x])  # members that are made after some passes have their counts
+    follow(copy.deepcopy(ensemble), [x])
+
+
+class Switching(nn.Module):
+    """Sets the mode of its norm in the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm, self.is_set = nn.BatchNorm1d(6), False
+
+    def forward(self, x):
+        if not self.is_set:
+            self.norm.eval()
+            self.is_set = True
+        return self.out(self.norm(torch.tanh(self.b(torch.tanh(self.a(x))))))
+
+
+@quiet
+def test_modes_that_the_forward_sets_last_until_the_next_call_of_train():
+    ensemble = grow_up(Switching(), "batch ensemble").train()
+    members = [ensemble.member(a).train() for a in range(3)]
+    for switches in (False, False, True, False):
+        if switches:
+            for network in (ensemble, *members):
+                network.train()
+        outputs = ensemble(x_of())
+        for a, member in enumerate(members):
+            torch.testing.assert_close(outputs[a], member(x_of()))

@@ -279,3 +279,94 @@ def test_members_take_branches_of_their_own(case, example, training):
     options = {"example_input": x_of()} if example else {}
     ensemble = grow_up(Branching(BRANCHES[case]), "batch ensemble", **options).train(training)
     follow(ensemble, [x_of(seed=seed) for seed in range(4)])
+
+
+def view_of_a_weight(s):
+    s.call = s.b.weight.detach()[0]
+
+
+def listed_views(s):
+    s.call = [s.b.weight.data.T]
+
+
+def view_of_a_buffer(s):
+    s.register_buffer("mean", torch.zeros(6))
+    s.call = {"mean": s.mean.view(1, 6)}
+
+
+@pytest.mark.parametrize("prepare", [view_of_a_weight, listed_views, view_of_a_buffer])
+@pytest.mark.parametrize("make", [embens.batch_ensemble, embens.last_layer_dropout])
+@quiet
+def test_views_of_weights_in_attributes_are_refused_by_name(prepare, make):
+    reference = Net(lambda s, h: s.out(s.b(h)), prepare)
+    with pytest.raises(ValueError, match="'call' of 'the reference' is a view of"):
+        make(reference, 3)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["reference", "part"])
+@quiet
+def test_a_module_that_returns_itself_as_its_copy_is_refused_by_name(inner):
+    class Single(Net):
+        def __deepcopy__(self, memo):
+            return self
+
+    reference = Single(plain)
+    name = "'the reference'"
+    if inner:
+        reference = Net(lambda s, h: s.out(s.part(h)), lambda s: setattr(s, "part", Single(plain)))
+        reference.out = nn.Linear(3, 3)
+        name = "'part'"
+    with pytest.raises(TypeError, match=f"{name} \\(Single\\) returns itself when it is copied"):
+        embens.batch_ensemble(reference, 3)
+
+
+class Standardised(nn.Conv1d):
+    """A convolution that standardises its weight, in the method that the stock forward calls."""
+
+    def _conv_forward(self, input, weight, bias):
+        weight = weight - weight.mean((1, 2), keepdim=True)
+        return super()._conv_forward(input, weight / weight.std((1, 2), keepdim=True), bias)
+
+
+def test_a_convolution_that_computes_its_weight_has_scaled_inputs_and_outputs():
+    torch.manual_seed(0)
+    first, second = Standardised(2, 3, 2).double(), Standardised(3, 3, 2).double()
+    head = nn.Linear(3, 2).double()
+    reference = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.AdaptiveAvgPool1d(1))
+    reference.append(nn.Flatten()).append(head)
+    ensemble = embens.batch_ensemble(reference, 3)
+    x = torch.randn(4, 2, 6, dtype=torch.float64)
+    outputs = ensemble(x)
+    values = ensemble.individual.tensors()
+    for a in range(3):
+        h = torch.tanh(first(x) * values["0.pre"][a, :, None])
+        h = second(h * values["2.post"][a, :, None]) * values["2.pre"][a, :, None]
+        expected = head(torch.tanh(h).mean(2) * values["6.post"][a])
+        torch.testing.assert_close(outputs[a], expected)
+
+
+def fast_weights(s, h):
+    with torch.enable_grad():
+        loss = s.b(h).square().mean()
+        gradients = torch.autograd.grad(loss, list(s.b.parameters()), create_graph=True)
+    weight, bias = (p - 0.1 * g for p, g in zip(s.b.parameters(), gradients, strict=True))
+    return s.out(torch.tanh(F.linear(h, weight, bias)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@quiet
+def test_code_may_differentiate_by_weights_where_a_pass_needs_no_gradients(family):
+    ensemble = grow_up(Net(fast_weights), family)
+    follow(ensemble, [x_of()])
+    with torch.no_grad():
+        follow(ensemble, [x_of()])
+
+
+@quiet
+def test_gradients_that_the_forward_switches_off_are_refused():
+    def run(s, h):
+        s.b.requires_grad_(False)
+        return s.out(s.b(h))
+
+    with pytest.raises(RuntimeError, match="switches gradients of a parameter off"):
+        grow_up(Net(run), "batch ensemble")(x_of())

@@ -29,12 +29,13 @@ class StateGuard:
 
     Args:
         copied: the copy that is about to run.
-        compare: whether to compare the values of parameters, which finds changes of
+        compare: whether to compare the sums of parameters, which finds changes of
             ``parameter.data``. Members run the same code, so this is done for one member of each
             pass.
+        exact: whether to compare all values, which also finds rows that change places.
     """
 
-    def __init__(self, copied: MemberCopy, *, compare: bool):
+    def __init__(self, copied: MemberCopy, *, compare: bool, exact: bool = False):
         self.copied = copied
         self.modules: list[tuple[str, nn.Module, dict, dict]] = []
         self.children: list[list[nn.Module]] = []
@@ -57,6 +58,9 @@ class StateGuard:
                     self.saved[prefix + key] = buffer.detach().clone()
         self.compared = self._compared_parameters() if compare else {}
         self.sums = _sums(self.compared)
+        self.values: dict[str, Tensor] = {}
+        if exact:
+            self.values = {name: p.detach().clone() for name, p in self.compared.items()}
 
     def _compared_parameters(self) -> dict[str, Tensor]:
         """Return the parameters whose values can be compared: not those of torch.func."""
@@ -92,10 +96,14 @@ class StateGuard:
         for name, is_same in zip(self.compared, _sums(self.compared) == self.sums, strict=True):
             if not is_same:
                 _refuse_parameter(name)
+        for name, value in self.values.items():
+            if not _is_equal(self.compared[name], value):
+                _refuse_parameter(name)
 
     def buffer_changes(self) -> list[BufferChange]:
         """Return the shared buffers that the pass changed."""
         changes = []
+        names: dict[int, str] = {}  # names of buffers that were changed in place
         for prefix, module, _, buffers in self.modules:
             for key, buffer in buffers.items():
                 saved = self.saved.get(prefix + key)
@@ -105,6 +113,11 @@ class StateGuard:
                 if new is buffer and _is_equal(buffer, saved):
                     continue
                 check_buffer(prefix + key, saved, new)
+                if new is buffer and names.setdefault(id(buffer), prefix + key) != prefix + key:
+                    raise RuntimeError(
+                        f"the forward of the reference changes the buffer {prefix + key!r}, which "
+                        f"is also registered as {names[id(buffer)]!r}. Register it once."
+                    )
                 name = prefix.removesuffix(".")
                 after = new.detach().clone()
                 changes.append(BufferChange(name, key, saved, after, new is not buffer))

@@ -12,6 +12,7 @@ backward pass finds the member's weights.
 import copy
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from embens.ensemble.changes import BufferChange, StateGuard
 from embens.ensemble.copies import Attributes, MemberCopy, parametrized_names, structure_of
 from embens.ensemble.separation import separate_buffer
 from embens.graph.reading import copy_module
-from embens.graph.snapshots import PLAIN
+from embens.graph.snapshots import PLAIN, attributes_of
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, modulate
 
@@ -127,6 +128,7 @@ class MergedExecutor:
         self.reference_attributes: Attributes | None = None
         self.is_noted = True  # whether attributes that the code has changed are noted
         self.changed_names: set[str] = set()  # attributes that the user's code has changed
+        self.checked_modes: set[bool] = set()  # modes in which all parameters were compared
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
@@ -229,11 +231,14 @@ class MergedExecutor:
             computed: what :meth:`begin` returned.
         """
         ensemble = self.ensemble
-        member_values = {name: stack[a] for name, stack in values.items()}
-        tensors = member_tensors(
-            ensemble.reference, ensemble.layers, ensemble.spec, member_values, computed
-        )
-        scales = modulations_by_layer(ensemble.spec, member_values)
+        # Parameters of a network need gradients also where a pass does not: its code may enable
+        # them.
+        with nullcontext() if torch.compiler.is_compiling() else torch.enable_grad():
+            member_values = {name: stack[a] for name, stack in values.items()}
+            tensors = member_tensors(
+                ensemble.reference, ensemble.layers, ensemble.spec, member_values, computed
+            )
+            scales = modulations_by_layer(ensemble.spec, member_values)
         copied = self.copies[a]
         args, kwargs = private_arguments(args, kwargs)
         if torch.compiler.is_compiling():
@@ -244,15 +249,35 @@ class MergedExecutor:
             )
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
-            guard = StateGuard(copied, compare=a == 0)
-            outputs = copied.module(*args, **kwargs)
+            mode = copied.module.training
+            guard = StateGuard(copied, compare=a == 0, exact=mode not in self.checked_modes)
+            outputs = self._call(copied.module, args, kwargs)
             guard.check()
+            self.checked_modes.add(mode)
             for name, buffer in guard.store_buffers(tensors).items():
                 self._replace_buffer(a, name, buffer, values)
             for change in guard.buffer_changes():
                 self._separate_buffer(a, change, values)
             self.is_noted = False
         return outputs
+
+    def _call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a member; explain an error that a plain network does not have."""
+        try:
+            return module(*args, **kwargs)
+        except RuntimeError as error:
+            if "requires_grad flags of leaf" not in str(error):
+                raise
+            raise RuntimeError(
+                "the forward of the reference switches gradients of a parameter off, but the "
+                "weights of a member are computed in each pass. Use detach() in the forward, or "
+                "call requires_grad_ on ensemble.reference before the pass."
+            ) from error
+
+    def sync_modes(self) -> None:
+        """Give all copies the training modes of the reference, whatever their code has set."""
+        for copied in self.copies:
+            copied.sync_modes()
 
     def _replace_buffer(self, a: int, name: str, buffer: Tensor, values: dict[str, Tensor]) -> None:
         """Give a buffer that the code of a member has replaced other memory."""
@@ -282,9 +307,13 @@ class MergedExecutor:
 
 
 def check_outputs(outputs: Any) -> None:
-    """Raise if outputs hide their tensors."""
+    """Raise TypeError if outputs hide their tensors."""
     for leaf in tree_leaves(outputs):
-        if not isinstance(leaf, Tensor) and hasattr(leaf, "__dataclass_fields__"):
+        if isinstance(leaf, Tensor):
+            continue
+        parts = tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+        holds_tensors = any(isinstance(part, Tensor) for part in parts)
+        if holds_tensors or hasattr(leaf, "__dataclass_fields__"):
             raise TypeError(
                 f"the reference returns a {type(leaf).__name__}, whose tensors cannot be found. "
                 "Return a tensor, tuple, list or dictionary, or register the class with "
@@ -301,17 +330,34 @@ def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[
     copies: dict[int, Any] = {}
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
-            copies[id(leaf)] = leaf.clone()
+            copies[id(leaf)] = _private_tensor(leaf)
         elif not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
             copies[id(leaf)] = _private_object(leaf, copies)
     return tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
 
 
+def _private_tensor(x: Tensor) -> Tensor:
+    """Return a copy of a tensor with the attributes that the user has set."""
+    copied = x.clone()
+    if type(x) is Tensor and not torch.compiler.is_compiling():
+        vars(copied).update(tree_map_only(Tensor, Tensor.clone, vars(x)))
+    return copied
+
+
+def _held_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in containers and in attributes of objects."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif id(leaf) not in seen and not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
+            seen.add(id(leaf))
+            yield from _held_tensors([item for _, item in attributes_of(leaf)], seen)
+
+
 def _private_object(argument: Any, copies: dict[int, Any]) -> Any:
     memo = dict(copies)
-    for value in tree_leaves(list(getattr(argument, "__dict__", {}).values())):
-        if isinstance(value, Tensor):  # torch refuses to copy results that have a gradient
-            memo.setdefault(id(value), value.clone())
+    for tensor in _held_tensors(argument, set()):  # deepcopy would cut their gradients
+        memo.setdefault(id(tensor), tensor.clone())
     try:
         return copy.deepcopy(argument, memo)
     except Exception as error:  # its class may raise anything

@@ -32,9 +32,10 @@ from embens.graph.domains import Unfoldable
 from embens.graph.folding import Folded, ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
 from embens.graph.reading import Flow, detached_state, has_user_code
+from embens.graph.snapshots import has_global_hooks, is_plain_tensor
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, Site, find_layers
-from embens.trees import gather
+from embens.trees import check_alike, gather
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
@@ -177,6 +178,13 @@ class EmbeddedEnsemble(nn.Module):
         self.foldings.clear()
         self.preview = None
         return super()._apply(fn, recurse)
+
+    def train(self, mode: bool = True) -> "EmbeddedEnsemble":
+        """Set the mode of all modules, also where the code of a member has set another one."""
+        super().train(mode)
+        if self._merged is not None:
+            self._merged.sync_modes()
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -345,6 +353,7 @@ class EmbeddedEnsemble(nn.Module):
         outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
         if len(outputs) == 1:
             return outputs[0]
+        check_alike(outputs)
         return gather(outputs, _join_members)
 
     def _run_chunks(
@@ -439,6 +448,9 @@ class EmbeddedEnsemble(nn.Module):
         if call is None:
             self.call_reason = "its arguments are not tensors or plain values with fixed names"
             return None, []
+        if has_global_hooks():
+            self.call_reason = "a hook of all modules is registered"
+            return None, []
         tensors, constants = call
         if per_member and any(isinstance(value, Tensor) for value in kwargs.values()):
             self.call_reason = "keyword arguments are the same for all members"
@@ -495,6 +507,8 @@ class EmbeddedEnsemble(nn.Module):
         tensors, constants = {}, {}
         for name, value in named.items():
             if isinstance(value, Tensor):
+                if not torch.compiler.is_compiling() and not is_plain_tensor(value):
+                    return None
                 tensors[name] = value
             elif isinstance(value, _PLAIN):
                 constants[name] = value

@@ -43,7 +43,7 @@ def write_attention(
     bound.apply_defaults()
     call = bound.arguments
     parts = [f"{name}.{projection}".lstrip(".") for projection in PROJECTIONS]
-    _check_attention(rewriter, module, name, call, parts)
+    _check_attention(rewriter, node, name, call, parts)
     facts = [rewriter.facts[source] for source in node.all_input_nodes]
     is_member = any(fact.domain is Domain.MEMBER for fact in facts)
     is_member = is_member or any(rewriter.has_difference(part) for part in parts)
@@ -78,12 +78,13 @@ def write_attention(
 
 def _check_attention(
     rewriter: "Rewriter",
-    module: nn.MultiheadAttention,
+    node: torch.fx.Node,
     name: str,
     call: dict[str, Any],
     parts: list[str],
 ) -> None:
     """Raise if an attention cannot be folded."""
+    module = call["self"]
     if type(module) is not nn.MultiheadAttention or not module.batch_first:
         raise Unfoldable(f"the batch is not the first axis of the attention {name!r}")
     is_separate = name in rewriter.per_member or parts[-1] in rewriter.per_member
@@ -95,6 +96,11 @@ def _check_attention(
             raise Unfoldable(f"the batch is not the first axis of the attention {name!r}")
         if rewriter.facts[source].domain is Domain.CONSTANT:
             raise Unfoldable(f"an input of the attention {name!r} has no batch axis")
+    if not call["need_weights"]:
+        for user in node.users:
+            is_item = user.target is operator.getitem
+            if not is_item or (user.args[1] != 0 and user.users):
+                raise Unfoldable(f"its code may use weights that {name!r} does not return")
     mask = call["attn_mask"]
     if isinstance(mask, torch.fx.Node):
         fact = rewriter.facts[mask]

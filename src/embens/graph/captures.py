@@ -2,8 +2,8 @@
 
 Members are copies of the reference. Python copies modules, methods and containers, but not the
 variables of functions or weak references: a copied ``self.call = lambda x: self.layer(x)`` still
-calls the original layer. Such references, and attributes that cannot be copied at all, raise an
-error with their name.
+calls the original layer. A view of a weight does not follow the weights of a member. Such
+attributes, and attributes that cannot be copied at all, raise an error with their name.
 """
 
 import copy
@@ -19,7 +19,10 @@ from embens.graph.snapshots import HOOKS, STANDARD_ATTRIBUTES
 
 
 def check_captures(reference: nn.Module) -> None:
-    """Raise if a function or a weak reference in a network refers to a part of the network.
+    """Raise if an attribute of a network refers to the network in a way that copying breaks.
+
+    These are functions and weak references that refer to a part, and views of parameters or
+    buffers.
 
     Args:
         reference: the user's network.
@@ -28,7 +31,11 @@ def check_captures(reference: nn.Module) -> None:
         ValueError: names the attribute or the hook.
     """
     owned = {id(module) for module in reference.modules()}
-    owned |= {id(tensor) for tensor in (*reference.parameters(), *reference.buffers())}
+    memories: dict[int, tuple[str, Tensor]] = {}  # addresses of the tensors of the network
+    for name, tensor in (*reference.named_parameters(), *reference.named_buffers()):
+        owned.add(id(tensor))
+        memories[memory_of(tensor)] = (name, tensor)
+    memories.pop(0, None)
     for name, module in reference.named_modules():
         where = name or "the reference"
         attributes = vars(module)
@@ -41,6 +48,8 @@ def check_captures(reference: nn.Module) -> None:
                     "variable of a function, or a weak reference), so members would share it. "
                     "Make it a method, or pass what it needs as an argument."
                 )
+            if key not in STANDARD_ATTRIBUTES and f"{key}_orig" not in module._parameters:
+                _check_views(key, where, value, memories)
         for hooks in HOOKS:
             for hook in getattr(module, hooks).values():
                 if _captures(hook, owned, set()):
@@ -49,6 +58,27 @@ def check_captures(reference: nn.Module) -> None:
                         "function), so members would share it. Use a bound method as hook, or "
                         "register it on ensemble.reference."
                     )
+
+
+def _check_views(key: str, where: str, value: Any, memories: dict[int, tuple[str, Tensor]]) -> None:
+    """Raise if an attribute is a view of a parameter or buffer, which members have separately."""
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, Tensor):
+            continue
+        name, tensor = memories.get(memory_of(leaf), ("", leaf))
+        if leaf is not tensor:
+            raise ValueError(
+                f"the attribute {key!r} of {where!r} is a view of {name!r}, so members would share "
+                "it. Compute it in the forward, or keep the tensor itself."
+            )
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 if it has none, as tensors of torch.func."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def replaced_methods(module: nn.Module) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from embens import networks
 from embens.graph.domains import Domain, Unfoldable, Value
-from embens.graph.guards import Guard
 from embens.graph.members import (
     convolution_options,
     write_batch_norm,
@@ -166,7 +165,7 @@ def _trace(
     if has_user_code(root):
         # Modules of torch need no strictness: they become leaves of the graph.
         tracer = StrictTracer(root, ranks, constants)
-        guard = Guard(root)
+        guard = tracer.guard
         random_numbers = random_state()
     state = ModuleState(root, tensors=True)
     try:
@@ -509,6 +508,7 @@ class Rewriter:
             self._finish(node, write_layer_norm(self, node, module, name), result)
         else:
             is_random = isinstance(module, RANDOM_MODULES) and module.training
+            is_random = is_random or type(module).__name__.startswith("Fractional")
             if is_random and getattr(module, "p", 1.0) > 0:
                 self._refuse_shared_change(node, getattr(module, "inplace", False))
                 result = replace(result, domain=Domain.MEMBER)
@@ -709,7 +709,7 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
         is_known = rank >= 2 and len(shape) < rank
     elif kind in POOLING or kind in PADDING:
         axes = next((int(letter) for letter in kind if letter.isdigit()), 0)
-        is_known = axes > 0 and rank == axes + 2
+        is_known = axes > 0 and rank == axes + 2 and not getattr(module, "return_indices", False)
     else:
         is_known = kind in IMAGE_MODULES and rank >= (4 if kind.startswith("Pixel") else 3)
         if kind.startswith("InstanceNorm") and getattr(module, "track_running_stats", False):

@@ -7,6 +7,7 @@ variables of closures. A :class:`Guard` finds them from the code objects of the 
 read something else, such as the environment or a file, is :class:`Unwatchable`.
 """
 
+import builtins
 import dis
 import functools
 import logging
@@ -27,6 +28,7 @@ from embens.graph.snapshots import (
     STANDARD_ATTRIBUTES,
     attributes_of,
     generator_state,
+    has_hidden_state,
 )
 
 _LIBRARIES = frozenset(
@@ -38,6 +40,18 @@ _LIBRARIES = frozenset(
 
 
 _BLIND_FUNCTIONS = frozenset("globals locals vars eval exec open input compile __import__".split())
+
+
+_TYPE_QUERIES = (isinstance, callable, type)
+"""Builtins that a trace replaces by name (:mod:`embens.graph.misreadings`)."""
+
+
+_TYPE_ATTRIBUTES = frozenset("__class__ __instancecheck__".split())
+"""Attributes that show that a traced value is not a tensor."""
+
+
+_ANY_NAME = frozenset("__dict__ __getattribute__ attrgetter getattr_static".split())
+"""Attributes with which code reads attributes whose names it makes while it runs."""
 
 
 _UNCALLED = frozenset(
@@ -94,6 +108,7 @@ class Guard:
         self.names = {"forward"}  # names that occur in the code, as variables or as attributes
         self.loaded: set[str] = set()  # those that the code reads, not only assigns
         self.reads_any_name = False  # whether the code makes names while it runs
+        self.namespaces: dict[int, dict[str, Any]] = {}  # globals of the functions of the code
         while True:
             size = len(self.names), self.reads_any_name
             self._walk()
@@ -168,11 +183,12 @@ class Guard:
         if state is not None:
             self.generators.append((value, state))
             return
+        if any(value is query for query in _TYPE_QUERIES):
+            raise Unwatchable(f"its code calls {value.__name__!r} by another name")
         if isinstance(value, FunctionType):
             self._visit_function(value)
         elif isinstance(value, BuiltinFunctionType):
-            _refuse_package(value.__module__ or "builtins")
-            self._push(value.__self__)
+            self._visit_builtin(value)
         elif isinstance(value, MethodType):
             self._push(value.__func__)
             self._push(value.__self__)
@@ -180,6 +196,20 @@ class Guard:
             self._visit_class(value)
         else:
             self._visit_object(value)
+
+    def _visit_builtin(self, function: BuiltinFunctionType) -> None:
+        """Visit the object of a method in C, or look at a builtin with another name."""
+        _refuse_package(function.__module__ or "builtins")
+        if function.__self__ is builtins:
+            self._note_builtin(function.__name__)
+        else:
+            self._push(function.__self__)
+
+    def _note_builtin(self, name: str) -> None:
+        if name in _BLIND_FUNCTIONS:
+            raise Unwatchable(f"its code calls {name!r}")
+        if name == "getattr":
+            self.reads_any_name = True
 
     def _visit_object(self, value: Any) -> None:
         """Watch the contents and the attributes of an object, and visit its class."""
@@ -200,6 +230,8 @@ class Guard:
             if self._is_read(name):
                 self.attributes.append((value, name, item))
                 self._push(item)
+        if has_hidden_state(value):
+            raise Unwatchable(f"its code may read an object of type {type(value).__name__!r}")
         is_known = is_container or hasattr(value, "__dict__") or attributes
         package = type(value).__module__.partition(".")[0]
         if not is_known and package not in _LIBRARIES:
@@ -229,6 +261,7 @@ class Guard:
         if package in _LIBRARIES:
             return
         _refuse_package(package)
+        self.namespaces[id(function.__globals__)] = function.__globals__
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             value = getattr(function, name)
             self.attributes.append((function, name, value))
@@ -250,14 +283,22 @@ class Guard:
         self.names.update(constant for constant in code.co_consts if isinstance(constant, str))
         self.loaded.update(constant for constant in code.co_consts if isinstance(constant, str))
         for instruction in dis.get_instructions(code):
-            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                self.loaded.add(instruction.argval)
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                self._note_attribute(instruction.argval)
+            if instruction.opname == "MATCH_CLASS":
+                raise Unwatchable("its code matches the types of values")
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 self._visit_variable(namespace, instruction.argval, code.co_names)
             elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 raise Unwatchable(f"its code changes the global variable {instruction.argval!r}")
             elif instruction.opname == "IMPORT_NAME":
                 self._visit_package(sys.modules.get(instruction.argval), code.co_names)
+
+    def _note_attribute(self, name: str) -> None:
+        if name in _TYPE_ATTRIBUTES:
+            raise Unwatchable(f"its code reads {name!r}")
+        self.loaded.add(name)
+        self.reads_any_name = self.reads_any_name or name in _ANY_NAME
 
     def _visit_variable(
         self, namespace: dict[str, Any], name: str, attributes: Iterable[str]
@@ -266,9 +307,7 @@ class Guard:
         value = namespace.get(name, _MISSING)
         self.variables.append((namespace, name, value))
         if value is _MISSING:
-            if name in _BLIND_FUNCTIONS:
-                raise Unwatchable(f"its code calls {name!r}")
-            self.reads_any_name = self.reads_any_name or name == "getattr"
+            self._note_builtin(name)
         elif isinstance(value, ModuleType):
             self._visit_package(value, attributes)
         else:
@@ -276,6 +315,8 @@ class Guard:
 
     def _visit_package(self, package: ModuleType | None, attributes: Iterable[str]) -> None:
         """Watch the variables of a Python module that code with some attributes may read."""
+        if package is builtins:
+            raise Unwatchable("its code uses the module 'builtins'")
         if package is None or package.__name__.partition(".")[0] in _LIBRARIES:
             return
         _refuse_package(package.__name__.partition(".")[0])

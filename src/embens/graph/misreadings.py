@@ -7,21 +7,19 @@ computations with real tensors become constants. :func:`refused_misreadings` and
 """
 
 import builtins
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from embens.graph.operations import SHAPE_QUERIES, TENSOR_QUERIES, is_in_place
 
 _MISSING = object()
-_LIBRARIES = ("torch", "numpy", "math", "typing", "embens", "builtins", "functools", "inspect")
 
 Problem = Callable[[str], Exception]
 
@@ -60,11 +58,11 @@ class OutsideGraph(TorchFunctionMode):
 
 
 @contextmanager
-def refused_misreadings(root: nn.Module, problem: Problem) -> Iterator[None]:
+def refused_misreadings(namespaces: Iterable[dict[str, Any]], problem: Problem) -> Iterator[None]:
     """Raise where the code of a network would be misread.
 
     Args:
-        root: the network.
+        namespaces: global variables of the functions that the network may call.
         problem: makes an error of a message.
     """
     original = vars(torch.autograd.Function)["apply"]
@@ -78,7 +76,7 @@ def refused_misreadings(root: nn.Module, problem: Problem) -> Iterator[None]:
     places: list[tuple[Any, str, Any]] = [(vars(torch), "is_tensor", shadows.pop("is_tensor"))]
     # As torch.fx does with functions that it wraps, global variables of the user's functions shadow
     # the builtins.
-    for namespace in namespaces_of(root):
+    for namespace in namespaces:
         for name, function in shadows.items():
             if namespace.get(name, _MISSING) in (_MISSING, getattr(builtins, name)):
                 places.append((namespace, name, function))
@@ -126,29 +124,3 @@ def _type_queries(problem: Problem) -> dict[str, Callable[..., Any]]:
         "callable": is_callable,
         "is_tensor": is_tensor,
     }
-
-
-def namespaces_of(root: nn.Module) -> list[dict[str, Any]]:
-    """Return the global variables of the user's functions that a network may call."""
-    functions: list[FunctionType] = []
-    for module in root.modules():
-        for cls in type(module).__mro__:
-            functions += [value for value in vars(cls).values() if isinstance(value, FunctionType)]
-        for value in vars(module).values():
-            function = value.__func__ if isinstance(value, MethodType) else value
-            if isinstance(function, FunctionType):
-                functions.append(function)
-    visited: set[int] = set()
-    namespaces: dict[int, dict[str, Any]] = {}
-    while functions:
-        function = functions.pop()
-        package = (function.__module__ or "").partition(".")[0]
-        if id(function) in visited or package in _LIBRARIES:
-            continue
-        visited.add(id(function))
-        variables = function.__globals__
-        namespaces[id(variables)] = variables
-        for name in function.__code__.co_names:
-            if isinstance(variables.get(name), FunctionType):
-                functions.append(variables[name])
-    return list(namespaces.values())

@@ -184,10 +184,18 @@ def copy_reference(reference: nn.Module) -> nn.Module:
 
 def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
-        return copy.deepcopy(module, dict(memo))
+        copied = copy.deepcopy(module, dict(memo))
     except Exception as error:  # classes of the user may raise anything
         explain_copying(module, memo, error)
         raise
+    originals = set(map(id, module.modules()))
+    for name, part in copied.named_modules():
+        if id(part) in originals:
+            raise TypeError(
+                f"{name or 'the reference'!r} ({type(part).__name__}) returns itself when it is "
+                "copied, and members are copies of the reference. Remove its __deepcopy__."
+            )
+    return copied
 
 
 def detached_state(module: nn.Module) -> dict[int, Any]:

@@ -41,6 +41,10 @@ BROADCASTING = ELEMENTWISE | frozenset(
 )
 
 
+# Operations whose result is a number if all arguments are numbers, such as sizes.
+ARITHMETIC = BROADCASTING | frozenset("max min isqrt prod gcd float".split())
+
+
 REDUCING = frozenset(
     "mean sum amax amin max min argmax argmin std var logsumexp prod all any".split()
 )
@@ -70,20 +74,22 @@ def infer(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
         Unfoldable: if the operation is unknown or may mix rows.
     """
     values = [value for value in flatten((args, kwargs)) if isinstance(value, Value)]
+    if not args and name not in BROADCASTING:
+        raise Unfoldable(f"{name!r} gets all its arguments by name")
     if name == "getattr":
         return infer_attribute(args[0], args[1])
     if name in ("size", "dim", "numel", "len", "ndimension"):
         return infer_size(name, args, kwargs)
     if name == "getitem":
         return infer_index(args[0], args[1])
-    if values and all(value.kind == "other" for value in values) and name not in FACTORIES:
+    if values and all(value.kind == "other" for value in values) and name in ARITHMETIC:
         return replace(OTHER, domain=max(value.domain for value in values))
     if name in ("to", "type_as") and isinstance(args[0], Value) and args[0].kind == "tensor":
         return args[0]  # only the type or the device of other arguments matters
     if any(value.kind in ("rows", "shape") for value in values):
         return infer_with_rows(name, args, kwargs, values)
     if all(value.domain is Domain.CONSTANT for value in values):
-        return _infer_constant(name, args, values)
+        return _infer_constant(name, args, kwargs, values)
     if name in BROADCASTING:
         return broadcast(name, values)
     rule = RULES.get(name)
@@ -110,7 +116,9 @@ def broadcast(name: str, values: list[Value]) -> Value:
     return Value(max(value.domain for value in tensors), rank)
 
 
-def _infer_constant(name: str, args: list[Any], values: list[Value]) -> Value:
+def _infer_constant(
+    name: str, args: list[Any], kwargs: dict[str, Any], values: list[Value]
+) -> Value:
     """Return the result of an operation on constants; its rank has to be known."""
     tensors = [value for value in values if value.kind == "tensor"]
     if name in BROADCASTING or name in ALONG_AXIS:
@@ -127,9 +135,10 @@ def _infer_constant(name: str, args: list[Any], values: list[Value]) -> Value:
         sizes = sizes_of(args[:1] if name == "full" else args)
         leading = sizes[0] if sizes and isinstance(sizes[0], int) else None
         return Value(Domain.CONSTANT, len(sizes), leading=leading)
-    if name == "unsqueeze" and tensors and isinstance(args[1], int):
+    axis = argument(args, kwargs, 1, "dim", None)
+    if name == "unsqueeze" and tensors and isinstance(axis, int):
         rank = (tensors[0].rank or 0) + 1
-        leading = 1 if args[1] in (0, -rank) else tensors[0].leading
+        leading = 1 if axis in (0, -rank) else tensors[0].leading
         return Value(Domain.CONSTANT, rank, leading=leading)
     if name in ("expand", "repeat"):
         return Value(Domain.CONSTANT, len(sizes_of(args[1:])))
@@ -147,6 +156,8 @@ def _infer_reduction(name: str, args: list[Any], kwargs: dict[str, Any]) -> Valu
     if axes is None or isinstance(axes, Value):
         raise Unfoldable(f"{name!r} reduces over the batch")
     axes = list(axes) if isinstance(axes, (list, tuple)) else [axes]
+    if not axes:
+        raise Unfoldable(f"{name!r} reduces over all axes if none is named")
     rank = value.rank or 0
     for axis in axes:
         axis_of(name, axis, rank)
@@ -258,7 +269,8 @@ def _infer_linear(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     weight = argument(args, kwargs, 1, "weight", None)
     is_constant = isinstance(weight, Value) and weight.domain is Domain.CONSTANT
     for bias in (*args[2:], kwargs.get("bias")):
-        is_constant &= not isinstance(bias, Value) or bias.domain is Domain.CONSTANT
+        if isinstance(bias, Value):
+            is_constant &= bias.domain is Domain.CONSTANT and bias.rank == 1
     if (value.rank or 0) < 2 or not is_constant or weight.rank != 2:
         raise Unfoldable("'linear' has a weight that depends on the batch, or no batch")
     return value

@@ -77,8 +77,9 @@ def infer_index(value: Any, index: Any) -> Value:
     if not is_full and not (first is Ellipsis and used < rank):
         raise Unfoldable("its code selects rows of the batch")
     for item in indices[1:]:
-        if isinstance(item, (Value, list)) or any(isinstance(v, Value) for v in flatten(item)):
-            raise Unfoldable("its code indexes with a tensor")
+        is_simple = item is None or item is Ellipsis or type(item) in (int, slice)
+        if not is_simple or any(isinstance(part, Value) for part in flatten(item)):
+            raise Unfoldable("its code indexes with tensors or sequences")
         if isinstance(item, int):
             rank -= 1
         elif item is None:

@@ -6,6 +6,7 @@ follows their contents.
 """
 
 import functools
+import pickle
 import random
 import sys
 from collections import deque
@@ -26,6 +27,13 @@ STANDARD_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of modules that hold their hooks."""
+
+
+def has_global_hooks() -> bool:
+    """Return whether a hook of all modules is registered, such as those of some profilers."""
+    registered = vars(nn.modules.module)
+    return any(registered[f"_global{hooks}"] for hooks in HOOKS)
+
 
 MOST_OBJECTS = 5000
 """Number of objects that a guard or a picture looks at."""
@@ -99,6 +107,8 @@ def snapshot(value: Any, seen: set[int]) -> Any:
             parts.append((snapshot(key, seen), snapshot(item, seen)))
     elif isinstance(value, functools.partial):
         parts += [snapshot(value.func, seen), snapshot(value.keywords, seen)]
+    elif has_hidden_state(value):
+        parts.append(_pickled(value))
     for name, item in attributes_of(value):
         parts.append((name, snapshot(item, seen)))
     return tuple(parts)
@@ -112,6 +122,32 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
                 yield name, getattr(value, name)
+
+
+def has_hidden_state(value: Any) -> bool:
+    """Return whether an object changes without a change of attributes or of known containers.
+
+    Iterators and arrays of bytes or of numpy do.
+    """
+    if isinstance(value, (Iterator, bytearray, memoryview)):
+        return True
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception:  # classes of the user may raise anything
+        return b""
+
+
+def is_plain_tensor(x: Tensor) -> bool:
+    """Return whether a tensor has no attributes of the user's and computes as others do."""
+    if type(x) in (Tensor, nn.Parameter):
+        return not vars(x)
+    function = type(x).__torch_function__
+    is_disabled = function is torch._C._disabled_torch_function_impl
+    return is_disabled or function.__func__ is Tensor.__torch_function__.__func__
 
 
 def random_state() -> list[Any]:

@@ -15,8 +15,9 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
+from embens.graph.guards import Guard
 from embens.graph.misreadings import OutsideGraph, Untraceable, refused_misreadings
-from embens.graph.reading import Tracer, has_user_code
+from embens.graph.reading import Tracer
 
 
 class SymbolicValue(torch.fx.Proxy):
@@ -32,6 +33,12 @@ class SymbolicValue(torch.fx.Proxy):
     def __len__(self) -> int:
         raise self.tracer.problem("the code asks for the length of a batch")
 
+    def __repr__(self) -> str:  # also for str, print and format
+        raise self.tracer.problem("the code prints a tensor")
+
+    def __dir__(self) -> list[str]:
+        raise self.tracer.problem("the code asks for the names of attributes of a tensor")
+
     def __int__(self) -> int:
         raise self.tracer.problem("the code looks at values")
 
@@ -43,11 +50,18 @@ class StrictTracer(Tracer):
     """A tracer whose graph gives the results of the code at every later call, or an error.
 
     Arguments as for :class:`embens.graph.reading.Tracer`.
+
+    Attributes:
+        guard: the Python values that the code may read.
+
+    Raises:
+        Unwatchable: if the code depends on something whose changes cannot be seen.
     """
 
     def __init__(self, root: nn.Module, arguments: Any, constants: Mapping[str, Any]):
         super().__init__(root, arguments, constants)
         self.problems: list[str] = []  # code may catch the errors of problems
+        self.guard = Guard(root)
         self.saving_hooks = _saving_hooks()
         self.autocast_state = _autocast_state()
 
@@ -59,17 +73,21 @@ class StrictTracer(Tracer):
 
     @contextmanager
     def checks(self, root: nn.Module) -> Iterator[None]:
-        with OutsideGraph(refused=True):
-            if not has_user_code(root):
-                yield
-                return
-            with refused_misreadings(root, self.problem):
-                yield
+        namespaces = self.guard.namespaces.values()
+        with OutsideGraph(refused=True), refused_misreadings(namespaces, self.problem):
+            yield
 
     def problem(self, message: str) -> Untraceable:
         """Return an error, and remember it."""
         self.problems.append(message)
         return Untraceable(message)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        is_leaf = super().is_leaf_module(m, module_qualified_name)
+        # The graph calls a leaf again, and the trace has the code of its __call__ already.
+        if is_leaf and type(m).__call__ is not nn.Module.__call__:
+            raise self.problem(f"the class of {module_qualified_name!r} has another __call__")
+        return is_leaf
 
     def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
         return SymbolicValue(node, self)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from embens.graph.captures import memory_of
 from embens.graph.operations import RANDOM_MODULES, changed_arguments
 from embens.graph.reading import Flow, FlowReader, Trail, detached_state, read_flow
 from embens.sites import is_layer
@@ -123,9 +124,9 @@ class _Watcher(TorchFunctionMode):
 
     def overwrite(self, target: Tensor, trail: Trail) -> None:
         """Give all values that share memory with a changed value a new trail."""
-        memory = _memory(target)
+        memory = memory_of(target)
         for tensor, old in list(self.trails.values()):
-            if tensor is target or (memory and _memory(tensor) == memory):
+            if tensor is target or (memory and memory_of(tensor) == memory):
                 self.mark(tensor, Trail(old.upstream | trail.upstream, frozenset(), old.channels))
 
     @contextmanager
@@ -169,14 +170,6 @@ class _Watcher(TorchFunctionMode):
             sources = self.trails_of(value)
             trails.append(sources[0] if sources else Trail())
         return trails
-
-
-def _memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 if it has none, as tensors of torch.func."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 def _tensors(values: Any) -> list[Tensor]:
