@@ -131,6 +131,17 @@ def interference_terms(
     return terms
 
 
+def layer_names(ensemble: EmbeddedEnsemble, x: Tensor) -> list[str]:
+    """Return the names of all affine layers of a network that has a formula.
+
+    Args:
+        ensemble: An ensemble.
+        x: Inputs, ``(n, …)``.
+    """
+    chain = _Chain.of(Limit(ensemble, x[:1]))
+    return [layer.name for layer in chain.layers]
+
+
 @dataclass(frozen=True)
 class _Layer:
     """An affine layer with the activation after it and the linear maps of pixels before it.
