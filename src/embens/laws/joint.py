@@ -128,7 +128,6 @@ class _JointMasks(Joint):
             return 1.0
         return (self.overlap - keep) / (1 - keep)
 
-
     def pair_quadrature(
         self, members: int, n: int = QUADRATURE_NODES
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,7 +197,6 @@ class Masks(_JointMasks):
             masks[member, selected] = math.sqrt(units / ones)
             is_unused[selected] = False
         return masks
-
 
     def overlap_variance(self, members: int) -> float:
         keep = self.marginal(members).keep

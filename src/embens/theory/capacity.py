@@ -13,7 +13,7 @@ random part is modelled by :math:`n_m` normal features,
     \mathrm{Cov}(g^m_{aj}, g^m_{bj}) = T^m_{ab} .
 
 The number of features makes the variance of :math:`\hat T^m_{ab}` equal to the interference of
-layer :math:`m`. Gradient flow on the squared loss is solved for a few draws of these features; the
+layer :math:`m`. It is at most the number of weights, which inner layers reach. Gradient flow on the squared loss is solved for a few draws of these features; the
 prior of the outputs is integrated in closed form.
 """
 
@@ -37,8 +37,8 @@ from embens.theory.problem import check_targets
 
 _PERCEPTRON_INPUTS = 16
 _IMAGE_INPUTS = 4
-_MANY_FEATURES = 1e5
-"""Layers with more features than this count as deterministic."""
+_MANY_FEATURES = 40
+"""Layers with this many features for each train output count as deterministic."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BestMembers:
         bias: Part of ``errors`` that averaging over initialisations leaves.
         variance: Part of ``errors`` from the outputs at initialisation.
         separate: Error of as many separate, infinitely wide networks, ``(candidate,)``.
-        features: Number of random features of each layer; infinite for deterministic layers.
+        features: Number of random features of each layer.
     """
 
     best: int
@@ -177,9 +177,10 @@ def layer_blocks(ensemble: EmbeddedEnsemble, x: Tensor, *, count: int) -> dict[s
         same = kernel.same.diagonal()[indices]
         cross = kernel.cross[indices][:, indices]
         expected = torch.outer(same, same) + cross**2
-        features = math.inf
+        # A layer has at most as many features as weights. Inner layers reach this number.
+        features = float(only.reference.get_submodule(name).weight.numel())  # type: ignore[union-attr]
         if variance.sum() > 0:
-            features = float(expected.sum() / variance.sum())
+            features = min(features, float(expected.sum() / variance.sum()))
         blocks[name] = LayerBlock(kernel, features)
     return blocks
 
@@ -244,7 +245,7 @@ class _Problem:
         n = len(self.y)
         train_kernel, carry = self._mean_blocks(self.kernels.ntk_individual, members)
         for block in self.blocks.values():
-            if block.features > _MANY_FEATURES:
+            if block.features > _MANY_FEATURES * members * n:
                 more_train, more_carry = self._mean_blocks(block.kernel, members)
             else:
                 count = max(1, round(block.features))

@@ -71,7 +71,7 @@ def interference(
 
     Raises:
         TypeError: If layers and activations do not alternate, or members have copies of layers.
-        ValueError: If inputs or outputs are modulated, or there is no hidden layer.
+        ValueError: If inputs or outputs are modulated, or members are separate networks.
 
     Example:
         Signs in one hidden layer without an activation:
@@ -248,15 +248,15 @@ class _Chain:
 
         Raises:
             TypeError: If layers and activations do not alternate.
-            ValueError: If inputs or outputs are modulated, or there is no hidden layer.
+            ValueError: If inputs or outputs are modulated.
         """
         _require_chain(limit)
         layers: list[_Layer] = []
         maps: list[tuple[str, nn.Module]] = []
         for path, module in limit.steps:
             if isinstance(module, nn.Linear | _ConvNd):
-                if layers and layers[-1].activation is None:
-                    raise _no_formula(module, path, "two layers without an activation between them")
+                if layers and layers[-1].activation is None:  # linear units
+                    layers[-1] = dataclasses.replace(layers[-1], activation=nn.Identity())
                 placement = limit.placements.get(module, SHARED)
                 if placement.copies or placement.low_rank:
                     raise _no_formula(module, path, "its weights differ between members")
@@ -276,8 +276,6 @@ class _Chain:
                 layers[-1] = dataclasses.replace(layers[-1], activation=module)
             else:
                 raise _no_formula(module, path, "layers and activations must alternate")
-        if len(layers) < 2:
-            raise ValueError("the network has no hidden layer, so its kernels do not fluctuate.")
         return cls(tuple(layers))
 
     def variances(self, x1: Tensor, x2: Tensor) -> list[Tensor]:
