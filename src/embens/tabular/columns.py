@@ -155,12 +155,7 @@ class Preprocessing:
 
     def _scale_numbers(self, table: Table) -> np.ndarray:
         """Return the numeric columns, centred and scaled, ``(row, numeric column)``."""
-        if table.matrix is not None and not any(column.part for column in self.numeric):
-            values = table.matrix[:, [column.position for column in self.numeric]]
-        else:
-            values = np.empty((table.rows, len(self.numeric)))
-            for j, column in enumerate(self.numeric):
-                values[:, j] = table.numbers(column.position, column.part)
+        values = table.matrix([(column.position, column.part) for column in self.numeric])
         centres = [column.centre for column in self.numeric]
         scales = [column.scale for column in self.numeric]
         return ((values - centres) / scales).clip(-MAX_SCALED, MAX_SCALED)
@@ -241,7 +236,7 @@ def _learn_numeric_columns(
     places = []
     for position in range(len(table.names)):
         if position not in excluded:
-            places += [(position, part) for part in table.date_parts(position)]
+            places += [(position, part) for part in table.parts(position)]
     if isinstance(arguments.bins, str):
         bins = min(MAX_BINS, max(MIN_BINS, table.rows // ROWS_PER_BIN))
     else:
@@ -376,9 +371,9 @@ def _describe_columns(
             empty.append(column.name)
         elif len(column.edges) == 1 and not column.has_missing:
             constant.append(column.name)
-        elif len(table.date_parts(column.position)) > 1:
+        elif table.kind(column.position) == "date":
             dates.append(column.name)
-        elif table.is_duration(column.position):
+        elif table.kind(column.position) == "duration":
             durations.append(column.name)
     for column in categorical:
         if not column.categories and not column.has_rare:

@@ -28,9 +28,10 @@ from embens.tabular import pipeline, storage
 from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes, check_arguments, choose_sizes
 from embens.tabular.display import Display
-from embens.tabular.frames import read_table, read_weights
-from embens.tabular.perceptron import run_members
+from embens.tabular.frames import read_table
+from embens.tabular.predictor import predict_members
 from embens.tabular.preparation import prepare
+from embens.tabular.targets import read_weights
 from embens.training import History
 
 HINTS = {
@@ -54,7 +55,7 @@ HINTS = {
 }
 """What follows "the estimator has no argument 'name'", for names of other libraries."""
 
-PREDICTION_ROWS = 1024  # rows that are predicted at a time: members' outputs stay in the cache
+PREDICTION_ROWS = 512  # rows that are predicted at a time: hidden units stay in the cache
 
 
 class Uncertainty(NamedTuple):
@@ -162,7 +163,8 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         with threads(self.n_jobs):
             for start in range(0, table.rows, PREDICTION_ROWS):
                 block = slice(start, start + PREDICTION_ROWS)
-                outputs = run_members(fitted.ensemble, fitted.encoder, numbers[block], codes[block])
+                inputs = fitted.encoder(numbers[block], codes[block])
+                outputs = predict_members(fitted.ensemble, inputs)
                 blocks.append(summarise(fitted.head, outputs))
         return [torch.cat(parts, dim) for parts in zip(*blocks, strict=True)]
 

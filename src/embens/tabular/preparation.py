@@ -12,10 +12,10 @@ from torch import Tensor
 from embens.tabular import defaults
 from embens.tabular.columns import FOLDS, Preprocessing, learn_columns
 from embens.tabular.defaults import Arguments
-from embens.tabular.frames import Table, class_weight_factors
+from embens.tabular.frames import Table
 from embens.tabular.gaussians import GaussianHead
 from embens.tabular.perceptron import Encoder, Rows
-from embens.tabular.targets import ClassHead
+from embens.tabular.targets import ClassHead, class_weight_factors
 
 if TYPE_CHECKING:
     from embens.tabular.pipeline import Fitted
