@@ -53,6 +53,9 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         tune: whether short runs choose what is "auto" of dropout and weight decay.
         time_limit: seconds for the whole fit; None for no limit.
         refit: whether to train again with the validation rows included.
+        keep_members: number of members to keep after training, for faster predictions: those that
+            predict the validation rows best together; "all" keeps all. ``held_out_`` has the loss
+            of "all_members" as well.
         calibrate: whether to fit a temperature on the validation rows.
         warm_start: whether another ``fit`` continues from the current weights.
         random_state: an integer makes the fit deterministic.

@@ -136,7 +136,9 @@ class TableEstimator(Display, Arguments, BaseEstimator):
             deadline = start + self.time_limit
         random_state = check_random_state(self.random_state)
         with threads(self.n_jobs):
-            prepared = prepare(table, target, weights, self, random_state, previous, classes)
+            prepared = prepare(
+                table, target, weights, self, random_state, previous, classes, deadline
+            )
             sizes = choose_sizes(len(prepared.train), self)
             self.fitted_ = pipeline.fit(prepared, sizes, deadline, previous)
         if previous is None:
@@ -229,8 +231,13 @@ class TableEstimator(Display, Arguments, BaseEstimator):
     def members_(self) -> pandas.DataFrame:
         """Losses of each member: in the best epoch of training and on the validation rows."""
         best_epoch = self.run_.best_epoch or len(self.run_.epochs)
-        rows = [row for row in self.run_.members if row["epoch"] == best_epoch]
-        frame = pandas.DataFrame(rows or None, range(self.ensemble_.members))
+        members = range(self.ensemble_.members)
+        trained = self.ensemble_.spec.chosen or members  # indices before members were selected
+        rows = []
+        for row in self.run_.members:
+            if row["epoch"] == best_epoch and row["member"] in trained:
+                rows.append(row)
+        frame = pandas.DataFrame(rows or None, members)
         frame = frame.rename_axis("member").drop(columns=["epoch", "member"], errors="ignore")
         if self.held_out_ is not None:
             frame["held_out_loss"] = self.held_out_["members"]
