@@ -139,7 +139,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         """
         probabilities = self._predict_blocks(X, ClassHead.summarise)
         sets = []
-        for label, scores in zip(probabilities, self.conformal_scores().T, strict=True):
+        for label, scores in zip(probabilities, self.conformal_scores(coverage).T, strict=True):
             threshold = -conformal_quantile(scores, coverage)
             sets.append((label >= threshold).numpy())
         if self.head_.single:

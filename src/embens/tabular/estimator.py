@@ -55,6 +55,7 @@ HINTS = {
 }
 """What follows "the estimator has no argument 'name'", for names of other libraries."""
 
+RELIABLE_ROWS = 100  # calibration rows below which sets and intervals come with a warning
 PREDICTION_ROWS = 512  # rows that are predicted at a time: hidden units stay in the cache
 
 
@@ -170,18 +171,33 @@ class TableEstimator(Display, Arguments, BaseEstimator):
                 blocks.append(summarise(fitted.head, outputs))
         return [torch.cat(parts, dim) for parts in zip(*blocks, strict=True)]
 
-    def conformal_scores(self) -> Tensor:
-        """Return the conformal scores of the calibration rows, ``(row, target)``.
+    def conformal_scores(self, coverage: float | None = None) -> Tensor:
+        """Return the conformal scores of the calibration rows.
+
+        Args:
+            coverage: of the sets or intervals. With fewer than 100 rows a warning states how
+                reliable it is; None for no warning.
+
+        Returns:
+            The scores ``(row, target)``.
 
         Raises:
             ValueError: if no rows were held out.
         """
-        if self.head_.scores is None:
+        scores = self.head_.scores
+        if scores is None:
             raise ValueError(
                 "Conformal sets and intervals need held-out rows, and this fit held out none: the "
                 "table has fewer than 50 rows, or validation_fraction=0."
             )
-        return self.head_.scores
+        if coverage is not None and 0 < coverage < 1 and len(scores) < RELIABLE_ROWS:
+            error = math.sqrt(coverage * (1 - coverage) / (len(scores) + 2))
+            warn(
+                f"Only {len(scores)} held-out rows calibrate this prediction. Its coverage is "
+                f"{coverage:g} on average over calibration rows, with a standard deviation of "
+                f"{error:.2f}. Fit with more rows or a larger validation_fraction."
+            )
+        return scores
 
     def _get_fitted(self) -> pipeline.Fitted:
         check_is_fitted(self, "fitted_")

@@ -13,7 +13,8 @@ import torch
 
 from embens.ensemble.header import MAX_MEMBERS, check_unique, read_law
 from embens.fields import Fields, is_typed
-from embens.tabular.columns import FOLDS, CategoricalColumn, NumericColumn, Preprocessing
+from embens.tabular.bins import NumericColumn
+from embens.tabular.columns import FOLDS, CategoricalColumn, Preprocessing
 from embens.tabular.defaults import CHOICES, Sizes, check_arguments
 from embens.tabular.targets import Head
 from embens.training import History

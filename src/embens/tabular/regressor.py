@@ -1,6 +1,5 @@
 """Regressor: a mixture of Gaussians with conformal intervals, and scorers for distributions."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
@@ -11,13 +10,10 @@ from sklearn.base import RegressorMixin
 from sklearn.utils import check_consistent_length
 from torch import Tensor
 
-from embens.checks import warn
 from embens.mixtures import crps, negative_log_likelihood, quantile
 from embens.tabular.estimator import TableEstimator, Uncertainty
 from embens.tabular.gaussians import GaussianHead
 from embens.uncertainty import conformal_quantile
-
-RELIABLE_ROWS = 100  # calibration rows below which intervals come with a warning
 
 
 def neg_nll(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
@@ -161,16 +157,8 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
             Lower and upper end, ``(row, 2)``; for several targets ``(row, 2, target)``, each with
             its own guarantee.
         """
-        scores = self.conformal_scores()
+        scores = self.conformal_scores(coverage)
         factors = [conformal_quantile(column, coverage) for column in scores.T]
-        if len(scores) < RELIABLE_ROWS:
-            error = math.sqrt(coverage * (1 - coverage) / (len(scores) + 2))
-            warn(
-                f"Only {len(scores)} held-out rows calibrate these intervals. Their coverage is "
-                f"{coverage:g} on average over calibration rows, with a standard deviation of "
-                f"{error:.2f}. Fit with more rows or a larger validation_fraction; half of the "
-                "held-out rows calibrate."
-            )
         half_width = torch.tensor(factors, dtype=torch.float64)
         mean, std = self._predict_blocks(X, GaussianHead.summarise)
         interval = torch.stack([mean - half_width * std, mean + half_width * std], 1)
