@@ -91,6 +91,14 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         Returns:
             ``(row, class)``. For several labels of 0 and 1, the probability of 1 ``(row, label)``;
             for several other labels, a list with one array for each label.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.predict_proba(X).shape
+            (150, 3)
         """
         labels = [label.numpy() for label in self._predict_blocks(X, ClassHead.summarise)]
         if self.head_.single:
@@ -100,7 +108,22 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         return labels
 
     def predict_log_proba(self, X: Any) -> Any:
-        """Return the logarithms of :meth:`predict_proba`."""
+        """Return the logarithms of the probabilities.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            As :meth:`predict_proba`; minus infinity where a probability is 0.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> bool((model.predict_log_proba(X) <= 0).all())
+            True
+        """
         probabilities = self.predict_proba(X)
         with np.errstate(divide="ignore"):
             if isinstance(probabilities, list):
@@ -108,7 +131,22 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
             return np.log(probabilities)
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the most probable classes, ``(row,)`` or ``(row, label)``."""
+        """Return the most probable classes.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            ``(row,)``, or ``(row, label)`` for several labels.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.predict(X).shape
+            (150,)
+        """
         probabilities = self._predict_blocks(X, ClassHead.summarise)
         columns = []
         for classes, label in zip(self.head_.labels, probabilities, strict=True):
@@ -118,7 +156,22 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         return np.stack(columns, 1)
 
     def predict_members(self, X: Any) -> Any:
-        """Return the members' probabilities ``(member, row, class)``; a list for several labels."""
+        """Return the probabilities of each member.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            ``(member, row, class)``; a list with one array for each label for several labels.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.predict_members(X).shape
+            (2, 150, 3)
+        """
         labels = [label.numpy() for label in self._predict_blocks(X, ClassHead.probabilities, 1)]
         if self.head_.single:
             return labels[0]
@@ -136,6 +189,16 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
 
         Returns:
             Boolean ``(row, class)``; for several labels a list, each with its own guarantee.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(
+            ...     members=2, max_epochs=2, tune=False, validation_fraction=0.5
+            ... )
+            >>> model = model.fit(X, y)
+            >>> model.predict_set(X, coverage=0.8).shape  # warns: 19 rows calibrate these sets
+            (150, 3)
         """
         probabilities = self._predict_blocks(X, ClassHead.summarise)
         sets = []
@@ -150,7 +213,21 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         """Return the entropy of the prediction in nats and its two parts.
 
         Aleatoric is the mean entropy of the members. Epistemic is the rest, their disagreement.
-        The shape is ``(row,)``, or ``(row, label)`` for several labels.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            Three arrays ``(row,)``, or ``(row, label)`` for several labels.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> total, aleatoric, epistemic = model.predict_uncertainty(X)
+            >>> total.shape
+            (150,)
         """
         total, aleatoric = self._predict_blocks(X, _entropies)
         if self.head_.single:
