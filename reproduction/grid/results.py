@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ import torch
 
 from reproduction.claims import Judgement, judge, to_plain
 from reproduction.drawing import draw
-from reproduction.grid.cells import cells_of, describe, load_experiment, pooled_axes
-from reproduction.grid.keys import code_version
+from reproduction.grid.cells import Cell, cells_of, describe, load_experiment, pooled_axes
+from reproduction.grid.keys import code_version, key_of, setting_to_json
+from reproduction.grid.published import borrowed_records, identity_of, published_records
 from reproduction.grid.runs import Record
 from reproduction.grid.settings import Setting
 from reproduction.rows import Frame
@@ -68,21 +69,51 @@ class Results:
             os.fsync(file.fileno())
         self.records[record["key"]] = json.loads(json.dumps(record))
 
-    def borrow(self, keys: Iterable[str]) -> None:
-        """Copy results of cells that other experiments measured for the same preset.
+    def adopt(self, records: Iterable[Record]) -> None:
+        """Add published records to those in memory; results of this folder come first."""
+        for record in records:
+            if "rows" not in self.records.get(record["key"], {}):
+                self.records[record["key"]] = record
+
+    def borrow(self, cells: Sequence[Cell]) -> None:
+        """Copy results of cells that other experiments measured or published for this preset.
 
         Args:
-            keys: Keys of the cells.
+            cells: The cells.
         """
-        missing = {key for key in keys if "rows" not in self.records.get(key, {})}
-        if not missing:
-            return
-        pattern = f"*/{self.folder.name}/{self.path.name}"
-        for path in self.folder.parent.parent.glob(pattern):
-            for record in _read_records(path):
+        missing = {key_of(cell): cell for cell in cells}
+        for key in list(missing):
+            if "rows" in self.records.get(key, {}):
+                del missing[key]
+        preset = self.folder.name
+        for folder in sorted(self.folder.parent.parent.glob(f"*/{preset}")):
+            if not missing:
+                return
+            records = list(_read_records(folder / self.path.name))
+            records += borrowed_records(folder, list(missing.values()))
+            for record in records:
                 if record["key"] in missing and "rows" in record:
-                    missing.discard(record["key"])
+                    del missing[record["key"]]
                     self.add(record)
+
+
+def open_results(folder: Path, name: str, setting: Setting) -> Results:
+    """Return the results in a folder, including those of a published table.
+
+    Args:
+        folder: Folder of the experiment and preset.
+        name: Name of the experiment.
+        setting: Setting of the run.
+
+    Returns:
+        The results.
+
+    Raises:
+        DamagedFileError: If the table of the folder is damaged.
+    """
+    results = Results(folder)
+    results.adopt(published_records(folder, name, setting))
+    return results
 
 
 def _read_records(path: Path) -> Iterator[Record]:
@@ -136,7 +167,7 @@ def current_records(results: Results, name: str, setting: Setting) -> list[Recor
         The records, including failed cells.
     """
     settings = {cell.setting for cell in cells_of(name, setting, [0])}
-    wanted_settings = [json.loads(json.dumps(dataclasses.asdict(each))) for each in settings]
+    wanted_settings = [setting_to_json(each) for each in settings]
     own, baselines = [], []
     for record in results.records.values():
         if not {"cell", "seconds"} <= record.keys():
@@ -177,6 +208,7 @@ def write_summary(
         "preset": setting.preset,
         "setting": dataclasses.asdict(setting),
         "code": code_version(name),
+        **identity_of(name, setting),
         **origin(),
         "rows": len(table),
         "cells": sum("rows" in record for record in records),

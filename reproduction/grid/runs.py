@@ -71,7 +71,7 @@ def run(
     Returns:
         The number of measured cells, and all cells of the run that failed.
     """
-    results.borrow({key_of(cell) for cell in cells if cell.experiment != name})
+    results.borrow([cell for cell in cells if cell.experiment != name])
     missing = pending(cells, results, retry_failed=retry_failed)
     started = [with_checkpoints(cell, results.folder) for cell in missing]
     with closing(engine(started)) as outcomes:
