@@ -38,6 +38,7 @@ class Setting:
         data: ``"digits"`` or ``"cifar100"``.
         labels: Labels of CIFAR-100, ``"fine"`` or ``"coarse"``.
         image: Height and width to which images are downsampled.
+        pool: Number of training records that are read, the first ones; 0: all of them.
         train: Number of training samples, the first ones after the validation part was drawn.
         validation: Number of training samples that are held out at random.
         test: Number of test samples.
@@ -63,6 +64,7 @@ class Setting:
     data: str = "digits"
     labels: str = "fine"
     image: int = 8
+    pool: int = 0
     train: int = 1347
     validation: int = 0
     test: int = 450
@@ -119,6 +121,8 @@ UNTUNED = {
         data="cifar100",
         labels="coarse",
         image=16,
+        # A folder with the first records gives the same samples as the whole archive.
+        pool=20_000,
         train=10_000,
         validation=2_000,
         test=5_000,
@@ -128,6 +132,8 @@ UNTUNED = {
         batch_size=128,
         lr=0.05,
         augment=2,
+        precision="bfloat16",
+        channels_last=True,
     ),
     "gpu": replace(_PAPER, preset="gpu", epochs=200),
     "paper": _PAPER,
@@ -275,6 +281,9 @@ def load_data(setting: Setting) -> DataSet:
 
 def _read(setting: Setting) -> DataSet:
     data = digits() if setting.data == "digits" else cifar100(labels=setting.labels)
+    if setting.pool:
+        pool = min(setting.pool, len(data.train.targets))
+        data = data.subset(train=pool, test=len(data.test.targets))
     if setting.validation:
         # Small folders of records hold out at most a fifth.
         held_out = min(setting.validation, len(data.train.targets) // 5)

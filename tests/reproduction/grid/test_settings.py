@@ -39,5 +39,21 @@ def test_other_records_have_another_with_fingerprint(paper, tmp_path, monkeypatc
     assert with_fingerprint(PRESETS["quick"]) == PRESETS["quick"]
 
 
+def test_the_first_records_give_the_samples_of_the_whole_archive(tmp_path, monkeypatch):
+    whole = problem.write_cifar(tmp_path / "whole", train=60)
+    part = tmp_path / "part"
+    part.mkdir()
+    record = 2 + 3072
+    (part / "train.bin").write_bytes((whole / "train.bin").read_bytes()[: 40 * record])
+    (part / "test.bin").write_bytes((whole / "test.bin").read_bytes())
+    setting = replace(PRESETS["cpu"], pool=40, train=20, validation=8, test=10)
+    fingerprints = set()
+    for folder in (whole, part):
+        monkeypatch.setenv("EMBENS_DATA", str(folder))
+        fingerprints.add(with_fingerprint(setting).records)
+    assert len(fingerprints) == 1
+    assert with_fingerprint(replace(setting, pool=39)).records not in fingerprints
+
+
 def test_the_data_of_a_setting_are_read_once():
     assert load_data(PRESETS["quick"]) is load_data(replace(PRESETS["quick"]))
