@@ -28,6 +28,10 @@ from reproduction.grid.settings import Setting
 from reproduction.rows import Frame
 from reproduction.storage import checksum, finish_writing, newest, seal, unseal, write_together
 
+EARLIER = "earlier"
+"""Name under which tables of the first ``cpu`` preset are published."""
+_NOTES = {EARLIER: "earlier preset: 1,000 images, memorised"}
+"""Notes in the titles of pictures, by preset."""
 _PACKAGES = ("embens", "torch", "numpy", "scikit-learn", "pandas")
 
 
@@ -246,7 +250,10 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
     experiment = load_experiment(manifest["experiment"])
     description = describe(experiment.__doc__)
     judgements = judge(experiment.CLAIMS, table, pooled_axes(manifest["experiment"]))
-    figure = dataclasses.replace(experiment.plot(table), title=description["title"])
+    title = description["title"]
+    if manifest["preset"] in _NOTES:
+        title += f" ({_NOTES[manifest['preset']]})"
+    figure = dataclasses.replace(experiment.plot(table), title=title)
     texts = {
         "table.csv": csv,
         "claims.json": json.dumps([judgement.to_dict() for judgement in judgements], indent=1),
