@@ -13,6 +13,7 @@ for digits; everything else is as in the preset.
 """
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +26,25 @@ from embens import EmbeddedEnsemble, embed, independent, last_layer_dropout, law
 from embens.uncertainty import best_temperature
 from reproduction.baselines import with_validation
 from reproduction.claims import Claim
-from reproduction.drawing import BLACK, GREY, Curve, Figure, Mark, curves, panels, shades, state
+from reproduction.drawing import (
+    BLACK,
+    BROWN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    Curve,
+    Figure,
+    Mark,
+    curves,
+    panels,
+    shades,
+    state,
+)
 from reproduction.grid.cells import Cell, Row, sweep, training_cost
 from reproduction.grid.settings import build_reference, count_parameters, recorded_rates
 from reproduction.problems import Problem, load_problem, timed
-from reproduction.rows import Frame, Rows
+from reproduction.rows import Frame, MissingCellsError, Rows
 from reproduction.training import Training, outputs_of, score, train
 
 # Names without commas, so that ``--only`` can list them.
@@ -245,9 +260,18 @@ def inference_seconds(ensemble: EmbeddedEnsemble, inputs: Tensor) -> float:
 
 
 def advantage(rows: Rows, column: str, system: str, other: str) -> float:
-    """Return the mean of a column over budgets ≥ 2, a system minus another."""
+    """Return the mean of a column over budgets ≥ 2 of both systems, a system minus another."""
     several = rows.between("budget", low=2)
-    return several.where(system=system).mean(column) - several.where(system=other).mean(column)
+    budgets = set(several.where(system=system)["budget"])
+    budgets &= set(several.where(system=other)["budget"])
+    differences = []
+    for budget in sorted(budgets):
+        equal = several.where(budget=budget)
+        differences.append(equal.where(system=system).mean(column))
+        differences[-1] -= equal.where(system=other).mean(column)
+    if not differences:
+        raise MissingCellsError(f"a budget of both {system} and {other}")
+    return statistics.fmean(differences)
 
 
 def too_many_members(rows: Rows) -> float:
@@ -326,12 +350,18 @@ def best_text(rows: Rows, column: str, text: str, choose: Callable[..., str]) ->
     return f"{text}: {best} is best at {budget} ×"
 
 
-def plot(table: Frame) -> Figure:
-    """Return quality and inference time against the budget."""
-    colours = {ONE: BLACK, WIDE: "#8c564b", SEPARATE: GREY}
+def colours_of_systems() -> dict[str, str]:
+    """Return a colour for each system; split batches have the colour of their members."""
+    colours = {ONE: BLACK, WIDE: BROWN, SEPARATE: GREY}
     colours.update(shades(SIGNS, "viridis"))
     colours.update(zip(SPLIT, shades(SIGNS, "viridis").values(), strict=True))
-    colours.update({LOW_RANK: "#d62728", LAST_LAYER: "#e377c2", NORMAL: "#ff7f0e"})
+    colours.update({LOW_RANK: RED, LAST_LAYER: PINK, NORMAL: ORANGE})
+    return colours
+
+
+def plot(table: Frame) -> Figure:
+    """Return quality and inference time against the budget."""
+    colours = colours_of_systems()
 
     def draw(y: str) -> list[Curve]:
         rows = table[~table["system"].isin(SPLIT)]
@@ -355,3 +385,45 @@ def plot(table: Frame) -> Figure:
     marks = {"nll": [Mark("guessing", y=float(table["guessing"].mean()))]}
     drawn = panels(draw, titles, "compute of training, in networks", marks=marks)
     return Figure(drawn, columns=3)
+
+
+SUMMARY = {
+    "accuracy": ("accuracy", 100.0, " points"),
+    "nll": ("log loss", 1.0, ""),
+    "scaled_nll": ("log loss, calibrated", 1.0, ""),
+}
+"""Columns of the summary: text, factor and unit of the difference in the title."""
+
+
+def difference_text(rows: Rows, column: str) -> str:
+    """Return a title with the difference of two members and one network at the largest budget."""
+    text, factor, unit = SUMMARY[column]
+    largest = rows.where(system=TWO).last("budget")
+    budget = int(largest["budget"].iloc[0])
+    equal = rows.where(budget=budget)
+    difference = equal.where(system=TWO).mean(column) - equal.where(system=ONE).mean(column)
+    digits = 1 if factor > 1 else 2
+    return (
+        f"{text}: two members {factor * difference:+.{digits}f}{unit} to one network at {budget} ×"
+    )
+
+
+def summary(table: Frame) -> Figure:
+    """Return the small picture of the README: accuracy and log loss of the main systems."""
+    colours = colours_of_systems()
+    shown = {name: colours[name] for name in (ONE, SEPARATE, *SIGNS[:2], NORMAL)}
+    draw = partial(curves, table, "budget", by="system", colours=shown)
+    titles = {}
+    for column, (text, _, _) in SUMMARY.items():
+        titles[column] = state(partial(difference_text, Rows(table), column), text)
+    drawn = panels(draw, titles, "compute of training, in networks")
+    guessing = float(table["guessing"].mean())
+    labels = {
+        "accuracy": "accuracy, test",
+        "nll": f"log loss, test (guessing: {guessing:.2f})",
+        "scaled_nll": "log loss after temperature scaling",
+    }
+    drawn = [
+        replace(panel, y_label=label) for panel, label in zip(drawn, labels.values(), strict=True)
+    ]
+    return Figure(drawn, title="Members of one network, separate networks and longer training")

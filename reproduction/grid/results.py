@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,10 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
     checksums = {file: checksum(text) for file, text in texts.items()}
     manifest = {**manifest, **description, "files": checksums}
     texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
-    write_together(folder, {**texts, "figure.png": lambda path: draw(figure, path)})
+    pictures = {"figure.png": partial(draw, figure)}
+    if hasattr(experiment, "summary"):
+        pictures["summary.png"] = partial(draw, experiment.summary(table))
+    write_together(folder, {**texts, **pictures})
     return judgements
 
 
