@@ -125,7 +125,7 @@ discussion.
 | `quick` | scikit-learn's digits and tiny perceptrons; a smoke test |
 
 **All trained networks are much smaller than the paper's**: a different result may be due to scale.
-`gpu` and `paper`, the paper's own set-up, have not been run.
+`gpu` and `paper`, the set-up of the paper, have not been run.
 
 Written by `overview.py`; do not edit by hand.
 """

@@ -173,17 +173,17 @@ def current_records(results: Results, name: str, setting: Setting) -> list[Recor
     """
     settings = {cell.setting for cell in cells_of(name, setting, [0])}
     wanted_settings = [setting_to_json(each) for each in settings]
-    own, baselines = [], []
+    experiment_records, baseline_records = [], []
     for record in results.records.values():
         if not {"cell", "seconds"} <= record.keys():
             continue
         if record["cell"]["setting"] not in wanted_settings:
             continue
         if record.get("code") == code_version(name):
-            own.append(record)
+            experiment_records.append(record)
         elif record.get("code") == code_version("baselines"):
-            baselines.append(record)
-    return own + baselines
+            baseline_records.append(record)
+    return experiment_records + baseline_records
 
 
 def count_outdated(results: Results, name: str) -> int:

@@ -122,7 +122,7 @@ def select(cells: Sequence[Cell], **wanted: Sequence[Any]) -> list[Cell]:
     Baseline cells are kept for the remaining seeds.
 
     Args:
-        cells: Cells of an experiment; its own cells come before those of the baselines.
+        cells: Cells of an experiment; those of the baselines come last.
         **wanted: Accepted values of each axis, as numbers or text.
 
     Returns:

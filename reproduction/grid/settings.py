@@ -144,7 +144,7 @@ Value = TypeVar("Value")
 
 
 def of_preset(values: Mapping[str, Value], preset: str) -> Value:
-    """Return the value of a preset; ``gpu`` has the value of ``paper`` unless it has its own."""
+    """Return the value of a preset; ``gpu`` uses the value of ``paper`` by default."""
     if preset == "gpu" and "gpu" not in values:
         preset = "paper"
     return values[preset]
@@ -171,7 +171,7 @@ def with_choice(setting: Setting, choice: Mapping[str, Any] | None) -> Setting:
 
 
 def recorded_rates(experiment: str, preset: str) -> tuple[tuple[str, float], ...]:
-    """Return the recorded learning rates of an experiment with its own tuning.
+    """Return the recorded learning rates of an experiment with a separate tuning.
 
     Args:
         experiment: Name of the experiment.

@@ -15,7 +15,7 @@ def paper(small_cifar):
     return with_fingerprint(replace(PRESETS["paper"], epochs=1, validation=0, train=256))
 
 
-def test_the_paper_s_network_is_the_paper_s(paper):
+def test_the_preset_paper_has_the_network_of_the_paper(paper):
     sizes = [tuple(p.shape) for p in build_reference(paper).parameters()]
     assert sizes == [
         (64, 3, 3, 3), (128, 64, 3, 3), (256, 128, 3, 3), (512, 256, 3, 3), (100, 512)
@@ -32,7 +32,7 @@ def test_a_part_of_the_paper_s_data_is_held_out(paper):
     assert data.classes == 100
 
 
-def test_other_records_have_another_with_fingerprint(paper, tmp_path, monkeypatch):
+def test_other_records_have_another_fingerprint(paper, tmp_path, monkeypatch):
     folder = problem.write_cifar(tmp_path / "other", train=255, test=32)
     monkeypatch.setenv("EMBENS_DATA", str(folder))
     assert with_fingerprint(paper).records != paper.records
