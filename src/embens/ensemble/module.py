@@ -32,7 +32,7 @@ from embens.graph.domains import Unfoldable
 from embens.graph.folding import Folded, ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
 from embens.graph.reading import Flow, detached_state, has_user_code
-from embens.graph.snapshots import has_global_hooks, is_plain_tensor
+from embens.graph.snapshots import HOOKS
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, Site, find_layers
 from embens.trees import check_alike, gather
@@ -448,7 +448,7 @@ class EmbeddedEnsemble(nn.Module):
         if call is None:
             self.call_reason = "its arguments are not tensors or plain values with fixed names"
             return None, []
-        if has_global_hooks():
+        if _has_global_hooks():
             self.call_reason = "a hook of all modules is registered"
             return None, []
         tensors, constants = call
@@ -507,7 +507,7 @@ class EmbeddedEnsemble(nn.Module):
         tensors, constants = {}, {}
         for name, value in named.items():
             if isinstance(value, Tensor):
-                if not torch.compiler.is_compiling() and not is_plain_tensor(value):
+                if not torch.compiler.is_compiling() and not _is_plain_tensor(value):
                     return None
                 tensors[name] = value
             elif isinstance(value, _PLAIN):
@@ -940,3 +940,18 @@ def _refuse_parametrizations(reference: nn.Module) -> None:
     for name, module in reference.named_modules():
         if parametrize.is_parametrized(module):
             raise Unfoldable(f"{name or 'the reference'!r} is parametrized")
+
+
+def _has_global_hooks() -> bool:
+    """Return whether a hook of all modules is registered, such as those of some profilers."""
+    registered = vars(nn.modules.module)
+    return any(registered[f"_global{hooks}"] for hooks in HOOKS)
+
+
+def _is_plain_tensor(x: Tensor) -> bool:
+    """Return whether a tensor has no attributes of the user's and computes as others do."""
+    if type(x) in (Tensor, nn.Parameter):
+        return not vars(x)
+    function = type(x).__torch_function__
+    is_disabled = function is torch._C._disabled_torch_function_impl
+    return is_disabled or function.__func__ is Tensor.__torch_function__.__func__
