@@ -67,16 +67,19 @@ SUMMARY = (
     "theory-mlp",
     "finite-cnn",
 )
+CODE_WORDS = ("torch.compile", "predict_proba", "nll")
+"""Names of functions at the beginning of titles."""
 HEAD = """# Performance
 
-Speed and memory of embens, compared with other libraries and with code written by hand. Every
-number is a multiple of the unit of its table: *smaller is better*, and 1.00 equals the unit. The
-unit and the contestants alternate within one run. A number is the median over rounds, with
-quartiles in brackets. The *limit* is the best value that arithmetic or memory allow. Differences
-smaller than the quartiles are not significant.
+Speed and memory of embens, compared with other libraries and with code written by hand. All values
+are ratios: *smaller is better*. For example, 1.05 relative to *8 × reference* means that a training
+step of eight members takes 1.05 times as long as eight steps of the plain network. A training step
+is forward, loss and backward.
 
-`make bench` measures all rows, `make bench ARGS=--short` with few rounds. This page is generated
-from `benchmarks/results` by `python -m benchmarks.page`.
+The reference and the contestants alternate within one run. A value is the median over rounds, with
+quartiles in brackets; differences smaller than the quartiles are not significant. Rounds in which
+other processes used the processor are counted as *disturbed*. The *limit* is the best value that
+arithmetic or memory allow. `make bench` measures all rows; with `ARGS=--short` in few rounds.
 """
 
 
@@ -98,6 +101,7 @@ def page() -> str:
         tables = [table(rows[name]) for name in names if name in rows]
         if tables:
             parts += [f"## {title}\n", *tables]
+    parts.append(machines(rows))
     return "\n".join(parts)
 
 
@@ -106,7 +110,7 @@ def summary(rows: dict[str, dict[str, Any]]) -> str:
     lines = [
         "## In short",
         "",
-        "| work | unit | embens | fastest of the others |",
+        "| work | embens | fastest of the others | relative to |",
         "|---|---|---|---|",
     ]
     for name in SUMMARY:
@@ -119,20 +123,21 @@ def summary(rows: dict[str, dict[str, Any]]) -> str:
         if others:
             best = min(others, key=lambda result: result["ratio"])
             fastest = f"{best['ratio']:.2f} ({best['name']})"
-        title = capitalise(row["title"])
-        lines.append(f"| {title} | {row['unit']} | **{ours['ratio']:.2f}** | {fastest} |")
+        lines.append(f"| {title_of(row)} | **{ours['ratio']:.2f}** | {fastest} | {row['unit']} |")
     return "\n".join([*lines, ""])
 
 
 def table(row: dict[str, Any]) -> str:
-    """Return one row of the benchmark as a Markdown table."""
-    lines = [f"### {capitalise(row['title'])}", ""]
-    lines += [f"| | × {row['unit']} |", "|---|---|"]
+    """Return one row of the benchmark as a Markdown table, with a line about its run."""
+    unit = row["unit"] if row["unit"] == "GiB" else f"relative to {row['unit']}"
+    lines = [f"| {title_of(row)} | {unit} |", "|---|---|"]
     for result in row["results"]:
         lines.append(table_line(result))
     if row["limit"] and row["limit_reason"]:
         lines.append(f"| *limit: {row['limit_reason']}* | {row['limit']:.2f} |")
-    lines += ["", describe_run(row), ""]
+    run = capitalise(row["reference"] or "one measurement")
+    machine = row["machine"]
+    lines += ["", f"{run}. {machine['threads']} of {machine['cores']} cores.", ""]
     return "\n".join(lines)
 
 
@@ -148,19 +153,39 @@ def table_line(result: dict[str, Any]) -> str:
     return f"| {name} | {ratio} |"
 
 
-def describe_run(row: dict[str, Any]) -> str:
-    """Return a sentence on the unit and one on the machine."""
-    machine = row["machine"]
-    versions = []
-    for package, version in machine["versions"].items():
-        if package != "embens":
-            versions.append(f"{package} {version}")
-    unit = capitalise(row["reference"] or "one measurement")
-    commit = machine.get("commit", "unknown")
-    return (
-        f"{unit}. {machine['date']}, commit {commit}, {machine['processor']}, "
-        f"{machine['threads']} of {machine['cores']} cores; {', '.join(versions)}."
-    )
+def machines(rows: dict[str, dict[str, Any]]) -> str:
+    """Return a table of dates, commits, processors and versions."""
+    runs: dict[tuple[str, ...], int] = {}
+    for row in rows.values():
+        machine = row["machine"]
+        versions = []
+        for package, version in machine["versions"].items():
+            if package != "embens":
+                versions.append(f"{package} {version}")
+        commit = machine.get("commit", "unknown")
+        run = (machine["date"], commit, machine["processor"], ", ".join(versions))
+        runs[run] = runs.get(run, 0) + 1
+    lines = [
+        "## Machines and versions",
+        "",
+        "A plus sign marks a commit with local changes. `benchmarks/results` has the details of",
+        "every table. This page is generated from it by `python -m benchmarks.page`.",
+        "",
+        "| date | commit | processor | versions | tables |",
+        "|---|---|---|---|---|",
+    ]
+    for run, count in sorted(runs.items(), reverse=True):
+        lines.append(f"| {' | '.join(run)} | {count} |")
+    return "\n".join([*lines, ""])
+
+
+def title_of(row: dict[str, Any]) -> str:
+    """Return the title of a row, with a function at its beginning as code."""
+    title = row["title"]
+    for word in CODE_WORDS:
+        if title.startswith(word):
+            return f"`{word}`{title[len(word) :]}"
+    return capitalise(title)
 
 
 def capitalise(text: str) -> str:

@@ -98,7 +98,7 @@ def _demo_parser() -> ArgumentParser:
 def _record_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="python -m reproduction record",
-        description="Record the learning rates and training lengths that a tuning has found.",
+        description="Record the learning rates and training lengths of a tuning.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="results folder")
     parser.add_argument("--file", type=Path, default=CHOICES, help="the file to write")

@@ -26,6 +26,7 @@ The mean of the redrawn values minus :math:`T` estimates the bias of statistics 
 largest of several noisy values (the best M, the rise to a maximum); its square is added to the
 variance of such statistics. If the variance over seeds is so much larger than :math:`V_e + V_a`
 that the assumptions must be wrong (an F test at 10 %), the interval of the seeds is used instead.
+A table in which some cells lack a seed has no interval of the seeds, and the test is left out.
 
 *Seeds* (all other experiments). Student's interval of the jackknife pseudo-values over seeds,
 
@@ -143,8 +144,13 @@ class Claim:
         note = ""
         method = "seeds"
         try:
-            value, low, high, seeds = interval(table, self.statistic, samples=samples)
-            if pooled is not None and not math.isnan(low):
+            if pooled is not None and not pooled.is_complete:
+                value, seeds = float(self.statistic(Rows(table))), pooled.seeds
+                low, high = pooled_ends(self, value, None, pooled)
+                method = "pooled"
+            else:
+                value, low, high, seeds = interval(table, self.statistic, samples=samples)
+            if method == "seeds" and pooled is not None and not math.isnan(low):
                 seed_ends = (low, high)
                 low, high = pooled_ends(self, value, seed_ends, pooled)
                 method = "seeds" if (low, high) == seed_ends else "pooled"
@@ -307,14 +313,14 @@ def interval(
 
 
 def pooled_ends(
-    claim: Claim, value: float, seed_ends: tuple[float, float], pooled: PooledTables
+    claim: Claim, value: float, seed_ends: tuple[float, float] | None, pooled: PooledTables
 ) -> tuple[float, float]:
     """Return the interval of a claim's statistic from pooled residuals.
 
     Args:
         claim: The claim.
         value: Value of its statistic.
-        seed_ends: Ends of the interval from the seeds alone.
+        seed_ends: Ends of the interval from the seeds alone; None if cells lack seeds.
         pooled: Redrawn tables.
 
     Returns:
@@ -324,12 +330,13 @@ def pooled_ends(
 
     error = pooled_error(claim.statistic, value, pooled)
     if math.isnan(error.variance):
-        return seed_ends
-    seed_degrees = pooled.seeds - 1
-    seed_error = (seed_ends[1] - seed_ends[0]) / 2 / _student(seed_degrees)
-    largest_ratio = float(stats.f.ppf(MODEL_CONFIDENCE, seed_degrees, error.degrees))
-    if seed_error**2 > largest_ratio * error.variance:
-        return seed_ends
+        return seed_ends or (math.nan, math.nan)
+    if seed_ends is not None:
+        seed_degrees = pooled.seeds - 1
+        seed_error = (seed_ends[1] - seed_ends[0]) / 2 / _student(seed_degrees)
+        largest_ratio = float(stats.f.ppf(MODEL_CONFIDENCE, seed_degrees, error.degrees))
+        if seed_error**2 > largest_ratio * error.variance:
+            return seed_ends
     variance = error.variance
     if claim.jumps:
         variance += error.bias**2

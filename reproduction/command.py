@@ -18,7 +18,13 @@ from reproduction.grid import engines, runs
 from reproduction.grid.cells import TUNINGS, Cell, cells_of
 from reproduction.grid.estimates import time_cells
 from reproduction.grid.keys import key_of
-from reproduction.grid.results import Results, count_outdated, make_table, write_summary
+from reproduction.grid.results import (
+    Results,
+    count_outdated,
+    make_table,
+    open_results,
+    write_summary,
+)
 from reproduction.grid.runs import Engine
 from reproduction.grid.settings import PRESETS, UNTUNED, Setting, with_fingerprint
 from reproduction.progress import describe_outcome, format_time, show_progress
@@ -249,7 +255,7 @@ def reproduce(run: Run, name: str, cells: list[Cell]) -> int:
     started = time.perf_counter()
     try:
         with _lock(console, folder):
-            results = Results(folder)
+            results = open_results(folder, name, run.setting)
             engine = show_progress(run.engine, console, name)
             try:
                 measured, failed = runs.run(name, cells, results, engine, run.retry_failed)
@@ -338,7 +344,8 @@ def estimate(run: Run, name: str, cells: list[Cell]) -> None:
     folder = run.folder(name)
     missing = cells
     if folder.exists():
-        missing = runs.pending(cells, Results(folder), retry_failed=run.retry_failed)
+        results = open_results(folder, name, run.setting)
+        missing = runs.pending(cells, results, retry_failed=run.retry_failed)
     timing = time_cells(cells)
     durations = [timing.seconds(cell) for cell in cells]
     remaining = [timing.seconds(cell) for cell in missing]

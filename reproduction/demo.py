@@ -1,8 +1,8 @@
 """``python -m reproduction demo``: what embens is good for, in two minutes.
 
-Part one fits a real table with intervals, beside a plain network and gradient boosting. Part two
-trains eight members inside one network on digits, from independent members (p = 0) to copies of one
-model (p = 1). The results are printed and written to one page with two pictures.
+Part one fits a real table with intervals and compares with a plain network and gradient boosting.
+Part two trains eight members inside one network on digits, from independent members (p = 0) to
+copies of one model (p = 1). The results are printed and written to one page with two pictures.
 """
 
 import base64

@@ -36,7 +36,7 @@ _MARKERS = "os^Dv<>pPX*h"
 _PANEL_SIZE = (3.5, 3.0)
 _MOST_COLUMNS = 3
 _FONT_SIZE = 10
-_TITLE_LETTERS = 44  # per line
+_TITLE_LETTERS = 40  # per line
 _PICTURE_LETTERS = 40  # per column and line of the picture's title
 _RESOLUTION = 150
 

@@ -3,7 +3,8 @@
 The model and its assumptions are explained in :mod:`reproduction.claims`. Residuals are drawn from
 all cells of a *stratum*: cells with the same number of rows in which the same columns are defined.
 A residual consists of all rows and columns of one cell and seed, so that quantities that belong
-together stay together. Cells in which a run diverged, or that lack a seed, keep their values.
+together stay together. A cell that lacks some seeds gets residuals of the complete cells, and the
+effects of its seeds relative to all seeds. Cells in which a run diverged keep their values.
 """
 
 import math
@@ -26,12 +27,14 @@ class PooledTables:
         seed_tables: For each seed, cell means with the effect of this seed.
         residual_degrees: Degrees of freedom of the variance of residuals.
         seeds: Number of seeds.
+        is_complete: Whether all cells have all seeds, apart from those in which a run diverged.
     """
 
     residual_tables: list[Rows]
     seed_tables: list[Rows]
     residual_degrees: int
     seeds: int
+    is_complete: bool = True
 
     @classmethod
     def draw(cls, table: Frame, axes: Sequence[str], samples: int) -> "PooledTables":
@@ -59,20 +62,41 @@ class PooledTables:
             changes = [stratum.with_seed_effect(seed) for stratum in strata]
             seed_tables.append(_changed_table(table, strata, changes))
         degrees = sum((stratum.cells - 1) * (stratum.seeds - 1) for stratum in strata)
-        return cls(residual_tables, seed_tables, max(1, degrees), seeds)
+        is_complete = not any(stratum.partial for stratum in strata)
+        return cls(residual_tables, seed_tables, max(1, degrees), seeds, is_complete)
+
+
+Change = tuple[Any, Any]
+"""Positions in the table, and the values of its columns there."""
+
+
+@dataclass(frozen=True)
+class _PartialCell:
+    """A cell that was not measured with all seeds.
+
+    Attributes:
+        positions: Positions in the table ``(seed, row)``.
+        seeds: Positions of its seeds among all seeds.
+        means: Means over its seeds ``(row, column)``.
+    """
+
+    positions: Any
+    seeds: list[int]
+    means: Any
 
 
 @dataclass(frozen=True)
 class _Stratum:
-    """Cells in which the same quantities are defined, measured with all seeds.
+    """Cells in which the same quantities are defined.
 
     Attributes:
-        positions: Positions in the table ``(cell, seed, row)``.
+        positions: Positions of the cells with all seeds in the table ``(cell, seed, row)``.
         columns: Measured columns.
         means: Means over seeds ``(cell, row, column)``.
         residuals: Residuals without seed effects ``(cell, seed, row, column)``, scaled such that
             their variance is unbiased.
         effects: Effects of seeds ``(seed, row, column)``.
+        partial: Cells without some of the seeds.
     """
 
     positions: Any
@@ -80,6 +104,7 @@ class _Stratum:
     means: Any
     residuals: Any
     effects: Any
+    partial: list[_PartialCell]
 
     @property
     def cells(self) -> int:
@@ -89,15 +114,29 @@ class _Stratum:
     def seeds(self) -> int:
         return self.positions.shape[1]
 
-    def draw_residuals(self, generator: Any) -> Any:
-        """Return values ``(cell, seed, row, column)`` with residuals of any cells and seeds."""
+    def draw_residuals(self, generator: Any) -> list[Change]:
+        """Return cell means with residuals of any cells and seeds."""
         flat = self.residuals.reshape(-1, *self.residuals.shape[2:])
         picked = generator.integers(len(flat), size=(self.cells, self.seeds))
-        return self.means[:, None] + flat[picked]
+        changes = [(self.positions, self.means[:, None] + flat[picked])]
+        if not self.partial:
+            return changes
+        # The mean over all seeds of a complete cell contains all effects; that of a partial cell
+        # differs from it by the effects of its seeds relative to their mean.
+        inflation = math.sqrt(self.seeds / (self.seeds - 1))
+        effects = inflation * self.effects[generator.integers(self.seeds, size=self.seeds)]
+        effects = effects - effects.mean(axis=0)
+        for cell in self.partial:
+            picked = generator.integers(len(flat), size=len(cell.seeds))
+            changes.append((cell.positions, cell.means + flat[picked] + effects[cell.seeds]))
+        return changes
 
-    def with_seed_effect(self, seed: int) -> Any:
-        """Return values ``(cell, 1, row, column)`` with the effect of one seed, for all seeds."""
-        return self.means[:, None] + self.effects[seed]
+    def with_seed_effect(self, seed: int) -> list[Change]:
+        """Return cell means with the effect of one seed, for all seeds."""
+        changes = [(self.positions, self.means[:, None] + self.effects[seed])]
+        for cell in self.partial:
+            changes.append((cell.positions, cell.means + self.effects[seed]))
+        return changes
 
 
 def _make_strata(table: Frame, axes: Sequence[str]) -> list[_Stratum]:
@@ -118,24 +157,33 @@ def _make_strata(table: Frame, axes: Sequence[str]) -> list[_Stratum]:
     ):
         positions_of_cell.setdefault(cell, {}).setdefault(seed, []).append(position)
     seeds = sorted(table["seed"].unique())
-    members_of_stratum: dict[Any, list[Any]] = {}
+    complete: dict[Any, list[Any]] = {}
+    partial: dict[Any, list[_PartialCell]] = {}
     for by_seed in positions_of_cell.values():
         row_counts = {len(positions) for positions in by_seed.values()}
-        if len(by_seed) < len(seeds) or len(row_counts) > 1:
+        if len(row_counts) > 1:
             continue
-        positions = numpy.array([by_seed[seed] for seed in seeds])
+        numbers = [number for number, seed in enumerate(seeds) if seed in by_seed]
+        positions = numpy.array([by_seed[seeds[number]] for number in numbers])
         if diverged[positions].any():
             continue
         is_defined = numpy.isfinite(values[positions]).all(axis=0)
         key = (is_defined.shape, is_defined.tobytes())
-        members_of_stratum.setdefault(key, []).append(positions)
-    return [
-        _make_stratum(numpy.stack(members), columns, values)
-        for members in members_of_stratum.values()
-    ]
+        if len(numbers) == len(seeds):
+            complete.setdefault(key, []).append(positions)
+        else:
+            cell = _PartialCell(positions, numbers, values[positions].mean(axis=0))
+            partial.setdefault(key, []).append(cell)
+    strata = []
+    for key, positions in complete.items():
+        cells = partial.get(key, [])
+        strata.append(_make_stratum(numpy.stack(positions), columns, values, cells))
+    return strata
 
 
-def _make_stratum(positions: Any, columns: list[str], values: Any) -> _Stratum:
+def _make_stratum(
+    positions: Any, columns: list[str], values: Any, partial: list[_PartialCell]
+) -> _Stratum:
     import numpy
 
     cells, seeds = positions.shape[:2]
@@ -154,10 +202,10 @@ def _make_stratum(positions: Any, columns: list[str], values: Any) -> _Stratum:
         with numpy.errstate(invalid="ignore", divide="ignore"):
             share = numpy.where(total > 0, 1 - residual_part / total, 0.0)
         effects = effects * numpy.sqrt(numpy.clip(share, 0.0, 1.0))
-    return _Stratum(positions, columns, means, residuals, effects)
+    return _Stratum(positions, columns, means, residuals, effects, partial)
 
 
-def _changed_table(table: Frame, strata: list[_Stratum], changes: list[Any]) -> Rows:
+def _changed_table(table: Frame, strata: list[_Stratum], changes: list[list[Change]]) -> Rows:
     """Return the table with other values of the measured columns."""
     import numpy
 
@@ -166,8 +214,9 @@ def _changed_table(table: Frame, strata: list[_Stratum], changes: list[Any]) -> 
         return Rows(changed)
     columns = strata[0].columns
     values = _to_pooled_scale(table, columns)
-    for stratum, change in zip(strata, changes, strict=True):
-        values[stratum.positions] = change
+    for changes_of_stratum in changes:
+        for positions, change in changes_of_stratum:
+            values[positions] = change
     for number, column in enumerate(columns):
         if column in LOGARITHMIC:
             values[:, number] = numpy.exp(values[:, number])

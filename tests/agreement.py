@@ -23,7 +23,9 @@ def run_merged(
 ) -> Any:
     """Return the outputs of the merged executor, members first."""
     values = ensemble.sample_values()
-    return gather(list(ensemble._run_merged(inputs, kwargs, values, per_member=own)), torch.cat)
+    return gather(
+        list(ensemble.merged.run_members(inputs, kwargs, values, per_member=own)), torch.cat
+    )
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:

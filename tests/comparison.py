@@ -289,7 +289,7 @@ class Comparison:
         with torch.set_grad_enabled(one.has_grad):
             if self.is_merged:
                 values = ensemble.sample_values()
-                chunks = ensemble._run_merged(own_args, own_kwargs, values, per_member=False)
+                chunks = ensemble.merged.run_members(own_args, own_kwargs, values, per_member=False)
                 outputs = gather(list(chunks), torch.cat)
             else:
                 outputs = ensemble(*own_args, chunk=one.chunk, **own_kwargs)

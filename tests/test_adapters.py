@@ -14,12 +14,9 @@ def make_source():
     return Source(nn.Sequential(*layers), members=3)
 
 
-def test_small_layers_get_their_full_rank_only_if_ranks_may_shrink():
-    template = LowRankSite("", 4, "additive")
-    sites = choose_low_rank(make_source(), "all", template, shrink=True)
+def test_small_layers_get_their_full_rank():
+    sites = choose_low_rank(make_source(), "all", LowRankSite("", 4, "additive"))
     assert {site.layer: site.rank for site in sites} == {"0": 4, "2": 4, "4": 2}
-    with pytest.raises(ValueError, match=r"rank must be at most 2 for layer '4'.*got 4"):
-        choose_low_rank(make_source(), "all", template)
 
 
 def test_separate_layers_are_left_out():

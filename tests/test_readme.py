@@ -14,7 +14,8 @@ README = ROOT / "README.md"
 def test_every_block_runs_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run(README)
-    assert names["outputs"].shape == (4, 256, 3)
+    assert names["outputs"].shape == (4, 100, 10)
+    assert names["scores"]["accuracy"] > 0.9
     assert 0.8 < names["inside"].mean() <= 1
 
 
@@ -35,6 +36,10 @@ def test_it_has_no_sphinx_directives():
     text = README.read_text()
     assert ":::" not in text
     assert "```{" not in text
+
+
+def test_the_picture_and_its_description_are_one_line():
+    assert re.search(r"(?m)^!\[.+\]\(docs/reproduction/.+\.png\)$", README.read_text())
 
 
 def test_links_files_and_make_targets_exist():

@@ -1,19 +1,19 @@
 """One network, separate networks and members at equal compute (ours: compare).
 
 The compute of training is 1, 2, 4 or 8 times that of one network. One network spends it on more
-epochs or more width, separate networks on their number, members on their number and on epochs. Each
-system has a learning rate that was chosen once by validation log loss. The last fifth of the
-classes is left out of training and serves as unknown inputs. Temperatures are chosen on validation
-samples.
+epochs or more width, separate networks on their number, members on their number and on epochs. The
+learning rate of each family was chosen once by validation log loss (``compare-rates``). The last
+fifth of the classes is left out of training and serves as unknown inputs. Temperatures are chosen
+on validation samples.
 
 With ``batch="same"`` a pass of M members costs M networks, so that they are trained for 1/M of the
 epochs. With ``batch="split"`` every sample goes to one member, and a pass costs one network.
 Members of last-layer dropout share all layers but the last. The networks have batch norm, except
-for digits; everything else is as in the preset. ``python -m reproduction compare-rates`` chooses the
-learning rates.
+for digits; everything else is as in the preset.
 """
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,17 +26,32 @@ from embens import EmbeddedEnsemble, embed, independent, last_layer_dropout, law
 from embens.uncertainty import best_temperature
 from reproduction.baselines import with_validation
 from reproduction.claims import Claim
-from reproduction.drawing import BLACK, GREY, Curve, Figure, Mark, curves, panels, shades, state
+from reproduction.drawing import (
+    BLACK,
+    BROWN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    Curve,
+    Figure,
+    Mark,
+    curves,
+    panels,
+    shades,
+    state,
+)
 from reproduction.grid.cells import Cell, Row, sweep, training_cost
 from reproduction.grid.settings import build_reference, count_parameters, recorded_rates
 from reproduction.problems import Problem, load_problem, timed
-from reproduction.rows import Frame, Rows
+from reproduction.rows import Frame, MissingCellsError, Rows
 from reproduction.training import Training, outputs_of, score, train
 
-ONE, WIDE, SEPARATE = "one network, longer", "one wider network", "separate networks"
-LOW_RANK, LAST_LAYER, NORMAL = "low rank, M=4", "last layer, M=8", "N(0, 1), M=4"
-SIGNS = ("signs, M=2", "signs, M=4", "signs, M=8")
-SPLIT = ("signs, M=2, split", "signs, M=4, split", "signs, M=8, split")
+# Names without commas, so that ``--only`` can list them.
+ONE, WIDE, SEPARATE = "one network", "one wider network", "separate networks"
+LOW_RANK, LAST_LAYER, NORMAL = "low rank M=4", "last layer M=8", "normal M=4"
+SIGNS = ("signs M=2", "signs M=4", "signs M=8")
+SPLIT = ("signs M=2 split", "signs M=4 split", "signs M=8 split")
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,21 @@ SYSTEMS = {
     LAST_LAYER: System(8, shares_pass=True),
     NORMAL: System(4),
 }
+TUNED = {
+    ONE: ONE,
+    WIDE: ONE,
+    SEPARATE: ONE,
+    SIGNS[0]: SIGNS[1],
+    SIGNS[1]: SIGNS[1],
+    SIGNS[2]: SIGNS[1],
+    SPLIT[0]: SIGNS[1],
+    SPLIT[1]: SIGNS[1],
+    SPLIT[2]: SIGNS[1],
+    LOW_RANK: ONE,
+    LAST_LAYER: ONE,
+    NORMAL: NORMAL,
+}
+"""For each system, the system of its family whose learning rate it uses."""
 ALWAYS = [name for name in SYSTEMS if name not in (WIDE, SEPARATE)]
 BUDGETS = {"quick": (1, 2, 4), "cpu": (1, 2, 4, 8), "paper": (1, 2, 4, 8)}
 # With the compute of one network, a wider network and separate networks are one network.
@@ -84,6 +114,7 @@ CHANGES = {
     "paper": {"network": "norm-cnn", "rates": recorded_rates("compare", "paper")},
 }
 TURNS = 3  # timed passes, of which the fastest counts
+TIMED = 1000  # images of a timed pass
 
 POOLED = True
 SWEEP = [
@@ -223,14 +254,24 @@ def scores(training: Training, problem: Problem) -> Row:
 
 
 def inference_seconds(ensemble: EmbeddedEnsemble, inputs: Tensor) -> float:
-    """Return the processor time of the fastest of some passes of the test images."""
-    return min(timed(partial(outputs_of, ensemble, inputs))[1] for _ in range(TURNS))
+    """Return the processor time of the fastest of some passes, for at most 1,000 test images."""
+    images = inputs[:TIMED]
+    return min(timed(partial(outputs_of, ensemble, images))[1] for _ in range(TURNS))
 
 
 def advantage(rows: Rows, column: str, system: str, other: str) -> float:
-    """Return the mean of a column over budgets ≥ 2, a system minus another."""
+    """Return the mean of a column over budgets ≥ 2 of both systems, a system minus another."""
     several = rows.between("budget", low=2)
-    return several.where(system=system).mean(column) - several.where(system=other).mean(column)
+    budgets = set(several.where(system=system)["budget"])
+    budgets &= set(several.where(system=other)["budget"])
+    differences = []
+    for budget in sorted(budgets):
+        equal = several.where(budget=budget)
+        differences.append(equal.where(system=system).mean(column))
+        differences[-1] -= equal.where(system=other).mean(column)
+    if not differences:
+        raise MissingCellsError(f"a budget of both {system} and {other}")
+    return statistics.fmean(differences)
 
 
 def too_many_members(rows: Rows) -> float:
@@ -309,12 +350,18 @@ def best_text(rows: Rows, column: str, text: str, choose: Callable[..., str]) ->
     return f"{text}: {best} is best at {budget} ×"
 
 
-def plot(table: Frame) -> Figure:
-    """Return quality and inference time against the budget."""
-    colours = {ONE: BLACK, WIDE: "#8c564b", SEPARATE: GREY}
+def colours_of_systems() -> dict[str, str]:
+    """Return a colour for each system; split batches have the colour of their members."""
+    colours = {ONE: BLACK, WIDE: BROWN, SEPARATE: GREY}
     colours.update(shades(SIGNS, "viridis"))
     colours.update(zip(SPLIT, shades(SIGNS, "viridis").values(), strict=True))
-    colours.update({LOW_RANK: "#d62728", LAST_LAYER: "#e377c2", NORMAL: "#ff7f0e"})
+    colours.update({LOW_RANK: RED, LAST_LAYER: PINK, NORMAL: ORANGE})
+    return colours
+
+
+def plot(table: Frame) -> Figure:
+    """Return quality and inference time against the budget."""
+    colours = colours_of_systems()
 
     def draw(y: str) -> list[Curve]:
         rows = table[~table["system"].isin(SPLIT)]
@@ -338,3 +385,45 @@ def plot(table: Frame) -> Figure:
     marks = {"nll": [Mark("guessing", y=float(table["guessing"].mean()))]}
     drawn = panels(draw, titles, "compute of training, in networks", marks=marks)
     return Figure(drawn, columns=3)
+
+
+SUMMARY = {
+    "accuracy": ("accuracy", 100.0, " points"),
+    "nll": ("log loss", 1.0, ""),
+    "scaled_nll": ("log loss, calibrated", 1.0, ""),
+}
+"""Columns of the summary: text, factor and unit of the difference in the title."""
+
+
+def difference_text(rows: Rows, column: str) -> str:
+    """Return a title with the difference of two members and one network at the largest budget."""
+    text, factor, unit = SUMMARY[column]
+    largest = rows.where(system=TWO).last("budget")
+    budget = int(largest["budget"].iloc[0])
+    equal = rows.where(budget=budget)
+    difference = equal.where(system=TWO).mean(column) - equal.where(system=ONE).mean(column)
+    digits = 1 if factor > 1 else 2
+    return (
+        f"{text}: two members {factor * difference:+.{digits}f}{unit} to one network at {budget} ×"
+    )
+
+
+def summary(table: Frame) -> Figure:
+    """Return the small picture of the README: accuracy and log loss of the main systems."""
+    colours = colours_of_systems()
+    shown = {name: colours[name] for name in (ONE, SEPARATE, *SIGNS[:2], NORMAL)}
+    draw = partial(curves, table, "budget", by="system", colours=shown)
+    titles = {}
+    for column, (text, _, _) in SUMMARY.items():
+        titles[column] = state(partial(difference_text, Rows(table), column), text)
+    drawn = panels(draw, titles, "compute of training, in networks")
+    guessing = float(table["guessing"].mean())
+    labels = {
+        "accuracy": "accuracy, test",
+        "nll": f"log loss, test (guessing: {guessing:.2f})",
+        "scaled_nll": "log loss after temperature scaling",
+    }
+    drawn = [
+        replace(panel, y_label=label) for panel, label in zip(drawn, labels.values(), strict=True)
+    ]
+    return Figure(drawn, title="Members of one network, separate networks and longer training")

@@ -232,14 +232,17 @@ def falls(statement: str, y: str, y_name: str, x: str) -> Claim:
 CLAIMS = [
     falls("features change less at a larger scale of outputs", "change", "change", "scale"),
     falls(
-        "at equal coupling and training loss, feature learning makes members more alike",
+        "at equal coupling and training loss, feature learning makes members more similar",
         "c",
         "collective part",
         "scale",
     ),
-    falls("members become more alike during training", "c", "collective part", "loss"),
+    falls("members become more similar during training", "c", "collective part", "loss"),
     falls(
-        "at equal scale, members of wider networks are less alike", "c", "collective part", "width"
+        "at equal scale, members of wider networks are less similar",
+        "c",
+        "collective part",
+        "width",
     ),
     Claim(
         statement="the law and the width determine the transition (to 0.03 in p)",
@@ -266,7 +269,7 @@ def plot(table: Frame) -> Figure:
     draw = partial(curves, x="p", by="scale", label="α={}", colours=shades(table["scale"]))
     drawn = []
     for column, text, label in (
-        ("c", "are rich members more alike?", "collective part c"),
+        ("c", "are rich members more similar?", "collective part c"),
         ("change", "lazy features do not change", "change of features"),
     ):
         for width, rows in smallest_loss.groupby("width"):

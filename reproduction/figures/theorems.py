@@ -41,6 +41,7 @@ UNITS = {
     "cpu": (64, 128, 256, 512, 1024, 2048, 4096),
     "paper": (64, 128, 256, 512, 1024, 2048, 4096),
 }
+TRAINED_UNITS = {**UNITS, "cpu": UNITS["cpu"][:-1]}
 FOUR_UNITS = {preset: units[:4] for preset, units in UNITS.items()}
 SMALLEST_UNITS = {preset: units[:1] for preset, units in UNITS.items()}
 SEEDS = {"quick": 10, "cpu": 6, "gpu": 6, "paper": 10}
@@ -53,6 +54,9 @@ CHANGES = {
         "test": 1000,
         "epochs": 80,
         "batch_size": 32,
+        "precision": "float32",
+        "lr": 0.01,
+        "rates": (),
     }
 }
 KERNEL_ERRORS = {
@@ -68,7 +72,7 @@ STEPS = (10, 30, 100, 300)
 SWEEP = [
     sweep(part="kernels", case=list(LAWS), units=UNITS),
     sweep(part="outputs", case="centred", units=FOUR_UNITS),
-    sweep(part="training", case="centred", units=UNITS),
+    sweep(part="training", case="centred", units=TRAINED_UNITS),
     sweep(part="classification", case="centred", units=SMALLEST_UNITS),
 ]
 

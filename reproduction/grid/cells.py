@@ -69,7 +69,7 @@ class Cell:
         return replace(self, values={**self.values, **values})
 
     def shortened(self, *, epochs: int = 2, train: int = 512) -> "Cell":
-        """Return the cell with at most so many epochs, training images and test samples."""
+        """Return the cell with fewer epochs, training images and test samples, for tests."""
         setting = self.setting
         if setting.network != "mlp":
             train_samples = min(train, setting.train)

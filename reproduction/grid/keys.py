@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from reproduction.grid.cells import Cell, load_experiment
+from reproduction.grid.settings import Setting
 
 _PACKAGE = "reproduction"
 
@@ -44,6 +45,11 @@ def key_of(cell: Cell) -> str:
 def to_json(cell: Cell) -> dict[str, Any]:
     """Return the setting and the values of a cell as plain values."""
     return {"setting": dataclasses.asdict(cell.setting), **cell.values}
+
+
+def setting_to_json(setting: Setting) -> dict[str, Any]:
+    """Return a setting with the types that it has after a round trip through JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(setting)))
 
 
 @functools.cache

@@ -11,7 +11,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,18 @@ import torch
 
 from reproduction.claims import Judgement, judge, to_plain
 from reproduction.drawing import draw
-from reproduction.grid.cells import cells_of, describe, load_experiment, pooled_axes
-from reproduction.grid.keys import code_version
+from reproduction.grid.cells import Cell, cells_of, describe, load_experiment, pooled_axes
+from reproduction.grid.keys import code_version, key_of, setting_to_json
+from reproduction.grid.published import borrowed_records, identity_of, published_records
 from reproduction.grid.runs import Record
 from reproduction.grid.settings import Setting
 from reproduction.rows import Frame
 from reproduction.storage import checksum, finish_writing, newest, seal, unseal, write_together
 
+EARLIER = "earlier"
+"""Name under which tables of the first ``cpu`` preset are published."""
+_NOTES = {EARLIER: "earlier preset: 1,000 images, memorised"}
+"""Notes in the titles of pictures, by preset."""
 _PACKAGES = ("embens", "torch", "numpy", "scikit-learn", "pandas")
 
 
@@ -68,21 +74,51 @@ class Results:
             os.fsync(file.fileno())
         self.records[record["key"]] = json.loads(json.dumps(record))
 
-    def borrow(self, keys: Iterable[str]) -> None:
-        """Copy results of cells that other experiments measured for the same preset.
+    def adopt(self, records: Iterable[Record]) -> None:
+        """Add published records to those in memory; results of this folder come first."""
+        for record in records:
+            if "rows" not in self.records.get(record["key"], {}):
+                self.records[record["key"]] = record
+
+    def borrow(self, cells: Sequence[Cell]) -> None:
+        """Copy results of cells that other experiments measured or published for this preset.
 
         Args:
-            keys: Keys of the cells.
+            cells: The cells.
         """
-        missing = {key for key in keys if "rows" not in self.records.get(key, {})}
-        if not missing:
-            return
-        pattern = f"*/{self.folder.name}/{self.path.name}"
-        for path in self.folder.parent.parent.glob(pattern):
-            for record in _read_records(path):
+        missing = {key_of(cell): cell for cell in cells}
+        for key in list(missing):
+            if "rows" in self.records.get(key, {}):
+                del missing[key]
+        preset = self.folder.name
+        for folder in sorted(self.folder.parent.parent.glob(f"*/{preset}")):
+            if not missing:
+                return
+            records = list(_read_records(folder / self.path.name))
+            records += borrowed_records(folder, list(missing.values()))
+            for record in records:
                 if record["key"] in missing and "rows" in record:
-                    missing.discard(record["key"])
+                    del missing[record["key"]]
                     self.add(record)
+
+
+def open_results(folder: Path, name: str, setting: Setting) -> Results:
+    """Return the results in a folder, including those of a published table.
+
+    Args:
+        folder: Folder of the experiment and preset.
+        name: Name of the experiment.
+        setting: Setting of the run.
+
+    Returns:
+        The results.
+
+    Raises:
+        DamagedFileError: If the table of the folder is damaged.
+    """
+    results = Results(folder)
+    results.adopt(published_records(folder, name, setting))
+    return results
 
 
 def _read_records(path: Path) -> Iterator[Record]:
@@ -136,18 +172,18 @@ def current_records(results: Results, name: str, setting: Setting) -> list[Recor
         The records, including failed cells.
     """
     settings = {cell.setting for cell in cells_of(name, setting, [0])}
-    wanted_settings = [json.loads(json.dumps(dataclasses.asdict(each))) for each in settings]
-    own, baselines = [], []
+    wanted_settings = [setting_to_json(each) for each in settings]
+    experiment_records, baseline_records = [], []
     for record in results.records.values():
         if not {"cell", "seconds"} <= record.keys():
             continue
         if record["cell"]["setting"] not in wanted_settings:
             continue
         if record.get("code") == code_version(name):
-            own.append(record)
+            experiment_records.append(record)
         elif record.get("code") == code_version("baselines"):
-            baselines.append(record)
-    return own + baselines
+            baseline_records.append(record)
+    return experiment_records + baseline_records
 
 
 def count_outdated(results: Results, name: str) -> int:
@@ -177,6 +213,7 @@ def write_summary(
         "preset": setting.preset,
         "setting": dataclasses.asdict(setting),
         "code": code_version(name),
+        **identity_of(name, setting),
         **origin(),
         "rows": len(table),
         "cells": sum("rows" in record for record in records),
@@ -214,7 +251,10 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
     experiment = load_experiment(manifest["experiment"])
     description = describe(experiment.__doc__)
     judgements = judge(experiment.CLAIMS, table, pooled_axes(manifest["experiment"]))
-    figure = dataclasses.replace(experiment.plot(table), title=description["title"])
+    title = description["title"]
+    if manifest["preset"] in _NOTES:
+        title += f" ({_NOTES[manifest['preset']]})"
+    figure = dataclasses.replace(experiment.plot(table), title=title)
     texts = {
         "table.csv": csv,
         "claims.json": json.dumps([judgement.to_dict() for judgement in judgements], indent=1),
@@ -223,7 +263,10 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
     checksums = {file: checksum(text) for file, text in texts.items()}
     manifest = {**manifest, **description, "files": checksums}
     texts["manifest.json"] = json.dumps(seal(manifest), indent=1)
-    write_together(folder, {**texts, "figure.png": lambda path: draw(figure, path)})
+    pictures = {"figure.png": partial(draw, figure)}
+    if hasattr(experiment, "summary"):
+        pictures["summary.png"] = partial(draw, experiment.summary(table))
+    write_together(folder, {**texts, **pictures})
     return judgements
 
 

@@ -71,7 +71,7 @@ def run(
     Returns:
         The number of measured cells, and all cells of the run that failed.
     """
-    results.borrow({key_of(cell) for cell in cells if cell.experiment != name})
+    results.borrow([cell for cell in cells if cell.experiment != name])
     missing = pending(cells, results, retry_failed=retry_failed)
     started = [with_checkpoints(cell, results.folder) for cell in missing]
     with closing(engine(started)) as outcomes:
@@ -122,7 +122,7 @@ def select(cells: Sequence[Cell], **wanted: Sequence[Any]) -> list[Cell]:
     Baseline cells are kept for the remaining seeds.
 
     Args:
-        cells: Cells of an experiment; its own cells come before those of the baselines.
+        cells: Cells of an experiment; those of the baselines come last.
         **wanted: Accepted values of each axis, as numbers or text.
 
     Returns:

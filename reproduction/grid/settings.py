@@ -38,6 +38,7 @@ class Setting:
         data: ``"digits"`` or ``"cifar100"``.
         labels: Labels of CIFAR-100, ``"fine"`` or ``"coarse"``.
         image: Height and width to which images are downsampled.
+        pool: Number of training records that are read, the first ones; 0: all of them.
         train: Number of training samples, the first ones after the validation part was drawn.
         validation: Number of training samples that are held out at random.
         test: Number of test samples.
@@ -63,6 +64,7 @@ class Setting:
     data: str = "digits"
     labels: str = "fine"
     image: int = 8
+    pool: int = 0
     train: int = 1347
     validation: int = 0
     test: int = 450
@@ -119,6 +121,8 @@ UNTUNED = {
         data="cifar100",
         labels="coarse",
         image=16,
+        # A folder with the first records gives the same samples as the whole archive.
+        pool=20_000,
         train=10_000,
         validation=2_000,
         test=5_000,
@@ -128,6 +132,8 @@ UNTUNED = {
         batch_size=128,
         lr=0.05,
         augment=2,
+        precision="bfloat16",
+        channels_last=True,
     ),
     "gpu": replace(_PAPER, preset="gpu", epochs=200),
     "paper": _PAPER,
@@ -138,7 +144,7 @@ Value = TypeVar("Value")
 
 
 def of_preset(values: Mapping[str, Value], preset: str) -> Value:
-    """Return the value of a preset; ``gpu`` has the value of ``paper`` unless it has its own."""
+    """Return the value of a preset; ``gpu`` uses the value of ``paper`` by default."""
     if preset == "gpu" and "gpu" not in values:
         preset = "paper"
     return values[preset]
@@ -165,7 +171,7 @@ def with_choice(setting: Setting, choice: Mapping[str, Any] | None) -> Setting:
 
 
 def recorded_rates(experiment: str, preset: str) -> tuple[tuple[str, float], ...]:
-    """Return the recorded learning rates of an experiment with its own tuning.
+    """Return the recorded learning rates of an experiment with a separate tuning.
 
     Args:
         experiment: Name of the experiment.
@@ -275,6 +281,9 @@ def load_data(setting: Setting) -> DataSet:
 
 def _read(setting: Setting) -> DataSet:
     data = digits() if setting.data == "digits" else cifar100(labels=setting.labels)
+    if setting.pool:
+        pool = min(setting.pool, len(data.train.targets))
+        data = data.subset(train=pool, test=len(data.test.targets))
     if setting.validation:
         # Small folders of records hold out at most a fifth.
         held_out = min(setting.validation, len(data.train.targets) // 5)

@@ -23,17 +23,16 @@ def choose_low_rank(
     sites: "Sites",
     template: LowRankSite,
     separate_layers: Collection[str] = (),
-    *,
-    shrink: bool = False,
 ) -> tuple[LowRankSite, ...]:
     """Return low-rank sites for the selected layers.
+
+    A layer whose weight has a smaller full rank than the template gets that rank.
 
     Args:
         source: the reference.
         sites: as for :func:`embens.embed`.
         template: rank, kind and scale of all sites.
         separate_layers: modules that every member has separately, which are left out.
-        shrink: whether smaller layers get a smaller rank; otherwise they are refused.
     """
     selected_layers = {name for name, _ in source.select(sites)[0]}
     low_rank_sites = []
@@ -41,15 +40,7 @@ def choose_low_rank(
         if name not in selected_layers or is_within(name, separate_layers):
             continue
         rows, columns = _matrix_shape(source, name)
-        rank = template.rank
-        if rank > min(rows, columns):
-            if not shrink:
-                raise ValueError(
-                    f"rank must be at most {min(rows, columns)} for layer {name!r} with a weight "
-                    f"of {rows} × {columns}, got {rank}. Use a smaller rank, or choose sites "
-                    "without the layer."
-                )
-            rank = min(rows, columns)
+        rank = min(template.rank, rows, columns)
         low_rank_sites.append(replace(template, layer=name, rank=rank))
     return tuple(low_rank_sites)
 

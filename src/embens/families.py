@@ -220,7 +220,7 @@ def last_layer_dropout(
 def low_rank(
     reference: nn.Module,
     members: int = 8,
-    rank: int | None = None,
+    rank: int = DEFAULT_RANK,
     kind: Literal["multiplicative", "additive"] = "multiplicative",
     shared: Literal["trained", "frozen"] = "trained",
     *,
@@ -235,7 +235,7 @@ def low_rank(
     Args:
         reference: any module.
         members: number of members.
-        rank: rank of the matrices; None: 4, or the full rank of smaller layers.
+        rank: rank of the matrices. A layer with a smaller full rank uses that rank.
         kind: "multiplicative": :math:`W_a = W \circ (1 + B_a A_a)`, which contains BatchEnsemble;
             "additive": :math:`W_a = W + B_a A_a`, as in LoRA with :math:`\alpha = r`.
         shared: "trained", or "frozen" to train only the members' matrices.
@@ -265,13 +265,7 @@ def low_rank(
         raise ValueError(f"scale must be finite and not negative, got {scale}.")
     separate_layers = source.choose_per_member(own)
     template = LowRankSite("", _check_rank(rank), kind, scale)
-    low_rank_sites = choose_low_rank(
-        source,
-        sites,
-        template,
-        separate_layers,
-        shrink=rank is None,
-    )
+    low_rank_sites = choose_low_rank(source, sites, template, separate_layers)
     spec = source.make_spec(
         "low_rank",
         low_rank=low_rank_sites,
@@ -283,9 +277,7 @@ def low_rank(
     return build(reference, spec, generator=generator, flow=source.flow)
 
 
-def _check_rank(rank: int | None) -> int:
-    if rank is None:
-        return DEFAULT_RANK
+def _check_rank(rank: Any) -> int:
     is_integer = isinstance(rank, int) and not isinstance(rank, bool)
     if not is_integer or rank < 1:
         raise ValueError(f"rank must be a positive integer, got {rank!r}.")
@@ -400,7 +392,7 @@ def adapt(
     sites: tuple[Site, ...] = ()
     if by == "low_rank":
         template = LowRankSite("", DEFAULT_RANK, "additive")
-        low_rank_sites = choose_low_rank(source, "all", template, separate_layers, shrink=True)
+        low_rank_sites = choose_low_rank(source, "all", template, separate_layers)
     elif by == "modulations":
         sites = _sites_near_one(source, separate_layers)
     spec = source.make_spec(

@@ -203,9 +203,9 @@ class Battery:
             rows = [rows] if isinstance(rows, dict) else rows
             return str([{k: v for k, v in row.items() if k not in self.timed} for row in rows])
 
-        found = measured()
+        first_rows = measured()
         torch.randn(3)
-        assert measured() == found
+        assert measured() == first_rows
 
     @pytest.mark.parametrize("preset", ["paper", "cpu"])
     def test_one_epoch_of_the_other_presets_on_some_images(self, preset, small_cifar):

@@ -39,7 +39,7 @@ def slow():
 
 
 class Deadly(Cell):
-    """A cell whose measurement kills the process that it is in, once; never the test's own."""
+    """A cell that kills the process that measures it, once; the process of the test survives."""
 
     def __getitem__(self, axis):
         if axis == "gamma":  # read in the middle of ``transition.measure``

@@ -24,11 +24,11 @@ SMALL = Cell(problem.SETTING, {"width": 0.5, "networks": 8, "seed": 0}, "baselin
 
 def test_a_cell_has_a_row_for_each_number_of_networks():
     check(SMALL)
-    found = baselines.measure(SMALL)
-    assert [row["members"] for row in found] == [1, 2, 4, 8]
-    assert math.isnan(found[0]["correlation"])
-    assert found[3]["parameters"] == 8 * found[0]["parameters"]
-    assert len({row["rate"] for row in found}) == 1
+    rows = baselines.measure(SMALL)
+    assert [row["members"] for row in rows] == [1, 2, 4, 8]
+    assert math.isnan(rows[0]["correlation"])
+    assert rows[3]["parameters"] == 8 * rows[0]["parameters"]
+    assert len({row["rate"] for row in rows}) == 1
 
 
 def test_without_a_recorded_rate_the_best_on_held_out_samples_is_used(monkeypatch):
@@ -73,7 +73,7 @@ def test_a_recorded_rate_is_used_as_it_is():
     assert baselines.estimate_cost(tuned) < baselines.estimate_cost(SMALL)
 
 
-def test_what_one_experiment_measured_the_others_take_over(tmp_path, monkeypatch):
+def test_experiments_share_baselines(tmp_path, monkeypatch):
     folders = {name: tmp_path / name / "quick" for name in ("transition", "ablation")}
     assert runs.run("transition", [SMALL], Results(folders["transition"]), inline) == (1, [])
     results = Results(folders["ablation"])
@@ -87,15 +87,15 @@ def test_the_columns_of_an_experiment_come_before_those_of_baselines(tmp_path):
     results = Results(tmp_path / "transition" / "quick")
     cells = [SMALL.with_values(width=1.0), *problem.cells(1)]
     runs.run("transition", cells, results, inline)
-    found = make_table(results, "transition", problem.SETTING)
-    assert list(found)[:5] == ["law", "p", "members", "gamma", "seed"]
-    assert len(found) == 5
+    table = make_table(results, "transition", problem.SETTING)
+    assert list(table)[:5] == ["law", "p", "members", "gamma", "seed"]
+    assert len(table) == 5
 
 
 def test_narrowing_a_sweep_keeps_its_baselines():
     cells = cells_of("transition", problem.SETTING, [0])
-    found = runs.select(cells, p=[0.9], members=[2])
-    assert [cell.experiment for cell in found] == [*["transition"] * 3, "baselines"]
+    selected = runs.select(cells, p=[0.9], members=[2])
+    assert [cell.experiment for cell in selected] == [*["transition"] * 3, "baselines"]
 
 
 def made_up():

@@ -118,19 +118,19 @@ def test_the_bootstrap_of_a_mean_is_about_students():
 
 def test_a_bootstrap_sample_has_all_rows_of_its_seeds_and_renumbers_the_seeds():
     table = pandas.DataFrame({"seed": [7, 7, 9, 9], "y": [1.0, 2.0, 3.0, 4.0]})
-    found = {tuple(rows["y"]) for rows in bootstrap(table)}
+    samples = {tuple(rows["y"]) for rows in bootstrap(table)}
     one, other = (1.0, 2.0), (3.0, 4.0)
-    assert found == {one + one, one + other, other + one, other + other}
+    assert samples == {one + one, one + other, other + one, other + other}
     assert all(list(rows["seed"]) == [0, 0, 1, 1] for rows in bootstrap(table))
 
 
 def test_a_statistic_that_jumps_is_judged_by_the_bootstrap():
     table = made_up(numpy.random.default_rng(2), PEAKED)
     claim = claim_of(rise_and_fall(lambda rows: rows))
-    found, plain = judge([replace(claim, jumps=True), claim], table)
+    jumping, plain = judge([replace(claim, jumps=True), claim], table)
     drawn = interval(table, lambda t: t.rise_and_fall("members"), samples=bootstrap(table))
-    assert (found.value, found.low, found.high, found.seeds) == drawn
-    assert found.low != plain.low
+    assert (jumping.value, jumping.low, jumping.high, jumping.seeds) == drawn
+    assert jumping.low != plain.low
 
 
 def test_all_cells_of_a_seed_are_left_out_together():

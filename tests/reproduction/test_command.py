@@ -68,7 +68,7 @@ def test_a_dry_run_counts_and_estimates_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failed_cell_is_told_and_the_exit_code_says_so(tmp_path, capsys, monkeypatch):
+def test_a_failed_cell_is_reported_and_sets_the_exit_code(tmp_path, capsys, monkeypatch):
     from reproduction.figures import transition
 
     original = transition.measure
@@ -89,7 +89,7 @@ def test_a_failed_cell_is_told_and_the_exit_code_says_so(tmp_path, capsys, monke
     assert problem.reproduce("transition", "--out", tmp_path, *SMALL, "--retry-failed") == 0
 
 
-def test_a_full_disk_is_told_without_a_traceback(tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_reported_without_a_traceback(tmp_path, capsys, monkeypatch):
     from reproduction.grid.results import Results
 
     def add(self, record):
@@ -145,7 +145,7 @@ def test_the_cpu_preset_takes_a_folder_of_records(tmp_path, capsys, monkeypatch)
     assert "2 cells measured" in capsys.readouterr().out  # other records, other results
 
 
-def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, capsys, monkeypatch):
+def test_a_disk_that_is_full_at_the_end_is_reported(tmp_path, capsys, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -192,8 +192,8 @@ def show(cells, console, error=None):
 
     def engine(cells):
         for cell in cells:
-            found = {"error": error} if error else {"rows": [{"accuracy": 0.5}]}
-            yield cell, {"seconds": 1.0, **found}
+            outcome = {"error": error} if error else {"rows": [{"accuracy": 0.5}]}
+            yield cell, {"seconds": 1.0, **outcome}
 
     assert [cell for cell, _ in show_progress(engine, console, "transition")(cells)] == cells
     return console.file.getvalue()

@@ -12,7 +12,7 @@ from embens import metrics
 from reproduction import compare_rates
 from reproduction.__main__ import main
 from reproduction.baselines import with_validation
-from reproduction.figures.compare import SYSTEMS, train_system
+from reproduction.figures.compare import ONE, SIGNS, SYSTEMS, TUNED, train_system
 from reproduction.grid import settings
 from reproduction.grid.cells import cells_of
 from reproduction.grid.settings import PRESETS, read_choices, recorded_rates, with_choice
@@ -26,26 +26,30 @@ def table(losses):
     """Return a table from losses by ``(system, rate)``."""
     rows = []
     for (system, rate), loss in losses.items():
-        rows.append({"system": system, "budget": 2, "lr": rate, "seed": 0, "validation_nll": loss})
+        rows.append({"system": system, "budget": 1, "lr": rate, "seed": 0, "validation_nll": loss})
     return pandas.DataFrame(rows)
 
 
-def test_the_best_rate_of_each_system_is_chosen():
-    losses = {("one", 0.1): 1.0, ("one", 0.2): 0.9, ("two", 0.1): 0.8, ("two", 0.2): math.inf}
+def test_the_best_rate_of_a_family_serves_all_its_systems():
+    losses = {(ONE, 0.1): 1.0, (ONE, 0.2): 0.9, (SIGNS[1], 0.1): 0.8, (SIGNS[1], 0.2): math.inf}
     choice = compare_rates.choose(table(losses))
-    assert choice["rates"] == {"one": 0.2, "two": 0.1}
-    assert choice["validation_nll"]["one"] == {"0.1": 1.0, "0.2": 0.9}
+    networks = [system for system, tuned in TUNED.items() if tuned == ONE]
+    signs = [system for system, tuned in TUNED.items() if tuned == SIGNS[1]]
+    assert choice["rates"] == {**dict.fromkeys(networks, 0.2), **dict.fromkeys(signs, 0.1)}
+    assert choice["validation_nll"][ONE] == {"0.1": 1.0, "0.2": 0.9}
     check_figure(compare_rates.plot(table(losses)))
 
 
-def test_a_system_that_always_diverges_has_no_rate():
-    with pytest.raises(MissingCellsError, match="one does not diverge"):
-        compare_rates.choose(table({("one", 0.1): math.inf}))
+def test_a_family_that_always_diverges_has_no_rate():
+    with pytest.raises(MissingCellsError, match="one network does not diverge"):
+        compare_rates.choose(table({(ONE, 0.1): math.inf}))
 
 
-def test_every_system_is_tuned_and_no_test_sample_is_used():
+def test_every_family_is_tuned_and_no_test_sample_is_used():
     cells = cells_of("compare-rates", PRESETS["quick"])
-    assert {cell["system"] for cell in cells} == set(SYSTEMS)
+    assert {cell["system"] for cell in cells} == set(TUNED.values())
+    assert set(TUNED) == set(SYSTEMS)
+    assert all(TUNED[tuned] == tuned for tuned in TUNED.values())
     cell = cells[0]
     cell = replace(cell, setting=replace(cell.setting, epochs=1))
     problem = load_problem(cell.setting)
@@ -59,13 +63,13 @@ def test_every_system_is_tuned_and_no_test_sample_is_used():
 def test_the_record_keeps_other_choices_and_is_read_by_compare(tmp_path, monkeypatch):
     out, file = tmp_path / "results", tmp_path / "choices.json"
     file.write_text('{"quick": {"epochs": 7, "rates": {"networks": 0.5}}}')
-    arguments = ["--workers", "0", "--out", str(out), "--only", "system=separate networks"]
+    arguments = ["--workers", "0", "--out", str(out), "--only", f"system={ONE}"]
     assert main(["compare-rates", *arguments]) == 0
     assert main(["record", str(out), "--file", str(file)]) == 0
     choice = read_choices(file)["quick"]
     assert with_choice(PRESETS["quick"], choice).rates == (("networks", 0.5),)
     monkeypatch.setattr(settings, "read_choices", lambda: read_choices(file))
-    ((system, rate),) = recorded_rates("compare", "quick")
-    assert system == "separate networks"
-    assert rate in compare_rates.RATES["quick"]
+    rates = dict(recorded_rates("compare", "quick"))
+    assert set(rates) == {system for system, tuned in TUNED.items() if tuned == ONE}
+    assert set(rates.values()) < set(compare_rates.RATES["quick"])
     assert recorded_rates("compare", "gpu") == ()

@@ -22,13 +22,13 @@ def test_a_point_is_a_mean_over_seeds_with_its_standard_error():
             "y": [1.0, 3.0, 4.0, 6.0, 7.0, 7.0],
         }
     )
-    (found,) = curves(table, "x", "y")
-    assert found.x == [1.0, 2.0]
-    assert found.y == [3.5, 7.0]
-    assert found.error == pytest.approx([math.sqrt(4.5) / math.sqrt(2), 0.0])
+    (curve,) = curves(table, "x", "y")
+    assert curve.x == [1.0, 2.0]
+    assert curve.y == [3.5, 7.0]
+    assert curve.error == pytest.approx([math.sqrt(4.5) / math.sqrt(2), 0.0])
 
 
-def test_there_is_a_curve_for_each_value_and_none_for_what_is_undefined():
+def test_each_defined_value_has_a_curve():
     table = pandas.DataFrame(
         {
             "p": [0.0, 0.0, 0.5, 0.5],
@@ -37,12 +37,12 @@ def test_there_is_a_curve_for_each_value_and_none_for_what_is_undefined():
             "y": [1.0, 2.0, math.nan, math.nan],
         }
     )
-    (found,) = curves(table, "x", "y", by="p", label="p={}", colours={0.0: "#123456"})
-    assert (found.label, found.colour, found.error) == ("p=0", "#123456", [0.0, 0.0])
+    (curve,) = curves(table, "x", "y", by="p", label="p={}", colours={0.0: "#123456"})
+    assert (curve.label, curve.colour, curve.error) == ("p=0", "#123456", [0.0, 0.0])
     assert curves(table, "x", "missing") == []
 
 
-def test_one_curve_of_all_rows_has_the_name_of_what_it_shows():
+def test_one_curve_of_all_rows_is_named_by_its_column():
     table = pandas.DataFrame({"members": [1, 2], "seed": [0, 0], "own_rate": [0.1, 0.2]})
     assert [curve.label for curve in curves(table, "members", "own_rate")] == ["own rate"]
 
@@ -72,9 +72,9 @@ def test_named_points_of_a_line_have_numbers_and_a_key_below_the_panel(tmp_path,
 
 
 def test_shades_are_colours_in_the_order_of_values():
-    found = shades([0.5, 0.0, 1.0, 0.5])
-    assert list(found) == [0.0, 0.5, 1.0]
-    assert all(len(c) == 7 and c.startswith("#") for c in found.values())
+    colours = shades([0.5, 0.0, 1.0, 0.5])
+    assert list(colours) == [0.0, 0.5, 1.0]
+    assert all(len(c) == 7 and c.startswith("#") for c in colours.values())
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_the_command_writes_the_page_and_says_where(folder, tmp_path, capsys):
     assert "page.html" in capsys.readouterr().out
 
 
-def test_what_is_drawn_anew_has_its_table_and_its_origin_as_before(folder, tmp_path):
+def test_redrawing_keeps_table_and_origin(folder, tmp_path):
     here = shutil.copytree(folder, tmp_path / "results") / "widths" / "quick"
     rows, before = (
         (here / "table.csv").read_bytes(),

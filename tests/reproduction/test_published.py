@@ -12,6 +12,7 @@ import pytest
 from reproduction.claims import judge
 from reproduction.figures import NAMES
 from reproduction.grid.cells import load_experiment, pooled_axes
+from reproduction.grid.settings import UNTUNED
 from reproduction.report import page
 from tests.reproduction.battery import check_figure
 
@@ -21,7 +22,7 @@ PUBLISHED = sorted(path.parent for path in FOLDER.rglob("manifest.json"))
 
 NOT_RUN = {"compare"}
 """Experiments whose results are not published yet."""
-SHORT = {("gain", "quick"), ("widths", "cpu")}
+SHORT = {("gain", "quick"), ("widths", "earlier")}
 """Tables with pooled residuals that are judged fast enough for every run of the tests."""
 
 
@@ -38,16 +39,31 @@ def test_every_experiment_was_run():
     assert published == set(NAMES) - NOT_RUN
 
 
+PRESET_INDEPENDENT = {"cost"}
+"""Experiments that measure networks of another size than the preset's."""
+
+
+def test_results_of_another_preset_are_not_published_as_cpu():
+    for folder in FOLDER.glob("*/cpu"):
+        if folder.parent.name in PRESET_INDEPENDENT:
+            continue
+        setting = json.loads((folder / "manifest.json").read_text())["setting"]
+        assert tuple(setting["channels"]) == UNTUNED["cpu"].channels, folder
+        for name in ("train", "test", "image", "labels"):
+            assert setting[name] == getattr(UNTUNED["cpu"], name), folder
+
+
 @pytest.mark.parametrize("folder", [as_case(folder) for folder in PUBLISHED])
 def test_the_verdicts_follow_from_the_table(folder):
     pandas = pytest.importorskip("pandas")
     table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
     written = json.loads((folder / "claims.json").read_text())
     name = folder.parent.name
-    found = [c.to_dict() for c in judge(load_experiment(name).CLAIMS, table, pooled_axes(name))]
-    statements = [claim["statement"] for claim in found]
+    judged = judge(load_experiment(name).CLAIMS, table, pooled_axes(name))
+    claims = [claim.to_dict() for claim in judged]
+    statements = [claim["statement"] for claim in claims]
     assert statements == [claim["statement"] for claim in written]
-    for ours, theirs in zip(found, written, strict=True):
+    for ours, theirs in zip(claims, written, strict=True):
         assert ours["verdict"] == theirs["verdict"], ours["statement"]
         for end in ("value", "low", "high"):
             expected = theirs[end] and pytest.approx(theirs[end], rel=1e-2, abs=1e-4)

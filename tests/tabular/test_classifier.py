@@ -123,3 +123,10 @@ def test_partial_fit_learns_new_rows_and_classes_that_were_declared():
     model.partial_fit(X[300:500], y[300:500])
     assert model.ensemble_ is ensemble
     assert (model.predict(X[500:]) == y[500:]).mean() > before
+
+
+def test_sets_of_fewer_than_a_hundred_calibration_rows_are_reported():
+    X, target = mixed_table(360)
+    model = classifier(max_epochs=1).fit(X, classes_of(target))
+    with pytest.warns(UserWarning, match=r"Only 18 held-out rows .* deviation of 0\.07"):
+        model.predict_set(X)

@@ -84,6 +84,38 @@ class TestKindsOfColumns:
         many = from_array(np.ones((3, 30)))
         assert learn(many).notes[0].endswith("'column 19' and 10 more.")
 
+    def test_text_that_looks_like_dates_or_numbers_is_named_with_the_fix(self):
+        days = pd.date_range("2024-01-01", periods=80).strftime("%Y-%m-%d")
+        frame = pd.DataFrame(
+            {
+                "day": days,
+                "month": [f"{k % 25 + 1}/01/2024" for k in range(80)],
+                "price": [f"{k / 7:.3f}" for k in range(80)],
+                "code": [f"{k % 30}" for k in range(80)],
+                "grade": [f"{k % 5}" for k in range(80)],
+            }
+        )
+        preprocessing = learn(from_frame(frame))
+        assert [column.name for column in preprocessing.categorical] == ["month", "code", "grade"]
+        different = "Columns with a different text in nearly every row, ignored"
+        to_dates = "(convert them with pandas.to_datetime to use them as dates)"
+        to_numbers = "(convert them with pandas.to_numeric to use them as numbers)"
+        assert preprocessing.notes == [
+            f"Columns of text that looks like dates, used as categories {to_dates}: 'month'.",
+            f"Columns of text that looks like numbers, used as categories {to_numbers}: 'code'.",
+            f"{different} {to_dates}: 'day'.",
+            f"{different} {to_numbers}: 'price'.",
+        ]
+        assert learn(from_frame(frame), categorical_features=list(frame)).notes == []
+
+    def test_columns_whose_categories_are_cut_are_named(self):
+        frame = pd.DataFrame({"a": [f"c{k % 300}" for k in range(3000)], "b": list("xy") * 1500})
+        assert learn(from_frame(frame)).notes == [
+            "Columns of which only the 256 most frequent categories are kept, the others share "
+            "one: 'a'."
+        ]
+        assert learn(from_frame(frame), max_categories=100).notes == []
+
 
 class TestCategories:
     def test_rare_and_unseen_categories_share_one_input(self):
@@ -108,7 +140,7 @@ class TestCategories:
         preprocessing = learn(from_frame(frame))
         inputs = sum(len(column.used_codes) for column in preprocessing.categorical)
         assert inputs <= 2 * columns.MAX_INPUTS
-        assert "1000 categorical columns: 4 categories kept of each." in preprocessing.notes
+        assert preprocessing.notes[0].startswith("Columns of which only the 4 most frequent")
 
     def test_the_time_is_linear_in_the_number_of_columns(self):
         rng = np.random.default_rng(0)

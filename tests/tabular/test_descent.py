@@ -29,6 +29,15 @@ def test_the_rate_rises_in_the_first_epoch_and_falls_along_a_cosine():
     np.testing.assert_allclose(rates, np.minimum(1, (steps + 1) / 5) * cosine)
 
 
+def test_the_rate_rises_in_a_tenth_of_the_time_if_there_is_none_for_an_epoch(monkeypatch):
+    clock = iter([100.0, 100.0, 100.5, 101.0])
+    monkeypatch.setattr(descent.time, "monotonic", lambda: next(clock))
+    factor = descent.cosine_schedule(1000, 4, 10.0)
+    assert factor(0) == pytest.approx(0.001)
+    assert factor(1) == pytest.approx(0.5, rel=0.01)
+    assert factor(2) == pytest.approx(1.0, rel=0.03)
+
+
 def test_the_average_follows_the_recursion():
     weights = torch.nn.Parameter(torch.zeros(1))
     model = torch.nn.ParameterList([weights])

@@ -114,7 +114,7 @@ def test_text_in_a_numeric_column_is_an_error_that_names_the_column():
 def test_the_type_of_an_array_decides_whether_it_is_categorical(array, categorical):
     table = from_array(array)
     assert table.names == ["column 0"]
-    assert table.is_categorical(0) == categorical
+    assert (table.kind(0) == "category") == categorical
     if not categorical:
         expected = np.array(array[:, 0], dtype="float64")
         scale = 86400 if array.dtype.kind == "M" else 1
@@ -125,23 +125,3 @@ def test_large_integers_in_arrow_tables_are_rounded():
     values = [2**60 + 1, None, 3]
     numbers = from_frame(pa.table({"id": values})).numbers(0)
     np.testing.assert_array_equal(numbers, [2.0**60, np.nan, 3.0])
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([1.0, 2.0], r"must have shape \(3,\), got \(2,\)"),
-        ([[1.0], [1.0], [1.0]], r"must have shape \(3,\), got \(3, 1\)"),
-        ([1.0, -1.0, 1.0], "Negative values"),
-        ([0.0, 0.0, 0.0], "all weights are zero"),
-        ([1.0, np.nan, 1.0], "NaN"),
-    ],
-)
-def test_invalid_sample_weights_are_errors(weights, message):
-    with pytest.raises(ValueError, match=message):
-        frames.read_weights(weights, 3)
-
-
-def test_one_sample_weight_is_that_of_all_rows():
-    assert frames.read_weights(2, 3).tolist() == [2.0, 2.0, 2.0]
-    assert frames.read_weights(None, 3).tolist() == [1.0, 1.0, 1.0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embens.tabular.gaussians import GaussianHead
-from embens.tabular.targets import ClassHead
+from embens.tabular.targets import ClassHead, read_weights
 
 TWO = np.arange(2)
 THREE = np.arange(3)
@@ -91,3 +91,23 @@ def test_the_prior_of_the_factor_matters_for_few_rows_only():
         assert factors[-1] == pytest.approx(by_hand, abs=1e-3)
     assert factors[0] > 0.85
     assert factors[1] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 2.0], r"must have shape \(3,\), got \(2,\)"),
+        ([[1.0], [1.0], [1.0]], r"must have shape \(3,\), got \(3, 1\)"),
+        ([1.0, -1.0, 1.0], "Negative values"),
+        ([0.0, 0.0, 0.0], "all weights are zero"),
+        ([1.0, np.nan, 1.0], "NaN"),
+    ],
+)
+def test_invalid_sample_weights_are_errors(weights, message):
+    with pytest.raises(ValueError, match=message):
+        read_weights(weights, 3)
+
+
+def test_one_sample_weight_is_that_of_all_rows():
+    assert read_weights(2, 3).tolist() == [2.0, 2.0, 2.0]
+    assert read_weights(None, 3).tolist() == [1.0, 1.0, 1.0]

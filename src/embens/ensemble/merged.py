@@ -187,6 +187,31 @@ class MergedExecutor:
                     self.changed_names.update(values)
         return self.changed_names
 
+    def run_members(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: dict[str, Tensor],
+        *,
+        per_member: bool = False,
+    ) -> Iterator[Any]:
+        """Yield the outputs of one member after another, with a member axis of size 1.
+
+        Args:
+            inputs: positional arguments of the reference.
+            kwargs: keyword arguments of the reference.
+            values: values of all members in this pass, members first.
+            per_member: whether positional tensors have the members as their first axis.
+        """
+        computed = self.begin()
+        for a in range(self.ensemble.members):
+            member_inputs = inputs
+            if per_member:
+                member_inputs = tree_map_only(Tensor, lambda x, a=a: x[a], inputs)
+            outputs = self.run(a, member_inputs, kwargs, values, computed)
+            check_outputs(outputs)
+            yield tree_map_only(Tensor, lambda x: x.unsqueeze(0), outputs)
+
     def run(
         self,
         a: int,
@@ -279,6 +304,21 @@ class MergedExecutor:
             member = self.copies[a]
             slots = member.module.get_submodule(change.module)._buffers
             slots[change.name] = member.alias(full_name, stack[a])
+
+
+def check_outputs(outputs: Any) -> None:
+    """Raise TypeError if outputs hide their tensors."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            continue
+        parts = tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+        holds_tensors = any(isinstance(part, Tensor) for part in parts)
+        if holds_tensors or hasattr(leaf, "__dataclass_fields__"):
+            raise TypeError(
+                f"the reference returns a {type(leaf).__name__}, whose tensors cannot be found. "
+                "Return a tensor, tuple, list or dictionary, or register the class with "
+                "torch.utils._pytree.register_dataclass."
+            )
 
 
 def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

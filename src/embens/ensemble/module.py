@@ -18,17 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
-from embens.checks import check_choice
+from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 from embens.ensemble.merged import MergedExecutor
-from embens.ensemble.separation import separate_buffers
+from embens.ensemble.separation import (
+    ignore_added_counters,
+    refuse_held_tensors,
+    release_tensors,
+    separate_buffers,
+)
 from embens.graph.domains import Unfoldable
 from embens.graph.folding import Folded, ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
 from embens.graph.reading import Flow, detached_state, has_user_code
-from embens.graph.snapshots import STANDARD_ATTRIBUTES, has_global_hooks, is_plain_tensor
+from embens.graph.snapshots import HOOKS
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, Site, find_layers
 from embens.trees import check_alike, gather
@@ -125,14 +129,13 @@ class EmbeddedEnsemble(nn.Module):
         self.individual = MemberTensors()
         for name, tensor in values.items():
             self.individual.add(name, tensor)
-        _refuse_held_tensors(reference, spec)
-        for item in spec.per_member:
-            for key in item.tensors:
-                self.release_tensor(item.module, key)
+        if spec.per_member:
+            refuse_held_tensors(reference, spec)
+            release_tensors(reference, spec)
         if spec.frozen:
             for parameter in reference.parameters():
                 parameter.requires_grad_(False)
-        self.register_load_state_dict_post_hook(_ignore_added_counters)
+        self.register_load_state_dict_post_hook(ignore_added_counters)
         self._derive(flow)
 
     def _derive(self, flow: Flow | None = None) -> None:
@@ -169,26 +172,6 @@ class EmbeddedEnsemble(nn.Module):
                         f"separate versions of its {key!r}. Embed the changed reference."
                     )
         self.layers = layers
-
-    def release_tensor(self, module: str, name: str) -> None:
-        """Take a tensor that members have separately out of the reference.
-
-        A placeholder without memory stays, as code may look whether the attribute is None.
-
-        Args:
-            module: name of the module in the reference.
-            name: name of the parameter or buffer.
-        """
-        owner = self.reference.get_submodule(module)
-        for table in (owner._parameters, owner._buffers):
-            if name in table:
-                tensor = table.pop(name)
-                assert tensor is not None
-                owner._non_persistent_buffers_set.discard(name)
-                placeholder = torch.empty_like(tensor, device="meta", requires_grad=False)
-                if isinstance(tensor, nn.Parameter):
-                    placeholder = nn.Parameter(placeholder, tensor.requires_grad)
-                vars(owner)[name] = placeholder
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
         # Traced code may have asked for the type or the device of a parameter.
@@ -348,48 +331,15 @@ class EmbeddedEnsemble(nn.Module):
         if x is not ...:
             inputs = (x, *inputs)
         if not isinstance(batch, str) or chunk is not None:
-            batch, chunk = self._separate_arguments(batch, chunk, kwargs)
+            batch, chunk = separate_arguments(self.reference, batch, chunk, kwargs)
         if batch == "same":
             return self.run(inputs, kwargs, chunk, per_member=False)
-        self._check_inputs(inputs, batch)
+        check_rows(inputs, batch, self.members)
         if batch == "own":
             return self.run(inputs, kwargs, chunk, per_member=True)
         from embens.ensemble.splitting import run_split
 
         return run_split(self, inputs, kwargs, chunk)
-
-    def _separate_arguments(
-        self, batch: Any, chunk: Any, kwargs: dict[str, Any]
-    ) -> tuple[Any, int | None]:
-        """Give values to the reference that are for its arguments of the same names."""
-        names = inspect.signature(self.reference.forward).parameters
-        if "batch" in names and not isinstance(batch, str):
-            kwargs["batch"] = batch
-            batch = "same"
-        if "chunk" in names and chunk is not None:
-            if isinstance(chunk, int):
-                raise TypeError(
-                    f"chunk={chunk} may be meant for the ensemble or for the reference, which has "
-                    "an argument of this name. Pass it by position, or set ensemble.chunk."
-                )
-            kwargs["chunk"] = chunk
-            chunk = None
-        return batch, chunk
-
-    def _check_inputs(self, inputs: tuple, batch: str) -> None:
-        if batch not in optim.BATCH_KINDS:
-            check_choice("batch", batch, optim.BATCH_KINDS)
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        if not shapes:
-            raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs.")
-        leading = {shape[:1] for shape in shapes}
-        if batch == "own" and leading != {(self.members,)}:
-            raise ValueError(
-                f"batch='own' expects inputs of shape ({self.members}, batch, …), a batch for each "
-                f"member, got {shapes}. For one batch use batch='same' or 'split'."
-            )
-        if len(leading) > 1:
-            raise ValueError(f"batch='split' expects equal numbers of rows, got shapes {shapes}.")
 
     def run(self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool) -> Any:
         """Return the outputs of all members, members first.
@@ -413,7 +363,7 @@ class EmbeddedEnsemble(nn.Module):
         folded, arguments = self._folded_for(inputs, kwargs, per_member)
         values = self.sample_values()
         if folded is None:
-            yield from self._run_merged(inputs, kwargs, values, per_member=per_member)
+            yield from self.merged.run_members(inputs, kwargs, values, per_member=per_member)
             return
         folded_pass = _FoldedPass(self, folded, arguments, values, per_member=per_member)
         if per_member:
@@ -488,19 +438,6 @@ class EmbeddedEnsemble(nn.Module):
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         self.generator_state = torch.Generator().manual_seed(seed).get_state()
 
-    def _run_merged(
-        self, inputs: tuple, kwargs: dict, values: dict[str, Tensor], *, per_member: bool
-    ) -> Iterator[Any]:
-        """Yield the outputs of one member after another, with a member axis of size 1."""
-        computed = self.merged.begin()
-        for a in range(self.members):
-            member_inputs = inputs
-            if per_member:
-                member_inputs = tree_map_only(Tensor, lambda x, a=a: x[a], inputs)
-            outputs = self.merged.run(a, member_inputs, kwargs, values, computed)
-            _check_outputs(outputs)
-            yield tree_map_only(Tensor, lambda x: x.unsqueeze(0), outputs)
-
     # Folded form
 
     def _folded_for(
@@ -511,7 +448,7 @@ class EmbeddedEnsemble(nn.Module):
         if call is None:
             self.call_reason = "its arguments are not tensors or plain values with fixed names"
             return None, []
-        if has_global_hooks():
+        if _has_global_hooks():
             self.call_reason = "a hook of all modules is registered"
             return None, []
         tensors, constants = call
@@ -570,7 +507,7 @@ class EmbeddedEnsemble(nn.Module):
         tensors, constants = {}, {}
         for name, value in named.items():
             if isinstance(value, Tensor):
-                if not torch.compiler.is_compiling() and not is_plain_tensor(value):
+                if not torch.compiler.is_compiling() and not _is_plain_tensor(value):
                     return None
                 tensors[name] = value
             elif isinstance(value, _PLAIN):
@@ -593,19 +530,7 @@ class EmbeddedEnsemble(nn.Module):
         Returns:
             Positional and keyword arguments.
         """
-        if isinstance(inputs, (tuple, list)):
-            return tuple(inputs), {}
-        if not isinstance(inputs, Mapping):
-            return (inputs,), {}
-        signature = inspect.signature(self.reference.forward)
-        try:
-            bound = signature.bind(**inputs)
-        except TypeError as error:
-            names = ", ".join(repr(name) for name in inputs)
-            raise TypeError(
-                f"the inputs {names} do not fit the reference, which takes {signature}: {error}."
-            ) from None
-        return bound.args, bound.kwargs
+        return bind_inputs(self.reference, inputs)
 
     def objective(
         self,
@@ -651,8 +576,7 @@ class EmbeddedEnsemble(nn.Module):
             if folded is None:
                 modules = self.reference.modules()
                 is_parametrized = any(parametrize.is_parametrized(module) for module in modules)
-                outputs_of_chunks = self._run_merged(args, named, values, per_member=False)
-                for outputs in outputs_of_chunks:
+                for outputs in self.merged.run_members(args, named, values):
                     loss = optim.objective(outputs, target, criterion)
                     # Members share the graph of parametrized weights.
                     loss.backward(retain_graph=is_parametrized)
@@ -972,30 +896,6 @@ def _join_members(outputs: list[Tensor]) -> Tensor:
         ) from error
 
 
-def _refuse_held_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
-    """Refuse attributes with tensors of which members have separate versions."""
-    separate = {}
-    for item in spec.per_member:
-        for key in item.tensors:
-            tensor = getattr(reference.get_submodule(item.module), key)
-            separate[id(tensor)] = f"{item.module}.{key}".lstrip(".")
-    for name, module in reference.named_modules():
-        if type(module).__module__.startswith("torch.nn."):
-            continue  # recurrent layers have lists of their weights, which they update
-        for key, value in vars(module).items():
-            if key in STANDARD_ATTRIBUTES:
-                continue
-            full_name = f"{name}.{key}".lstrip(".")
-            for leaf in tree_leaves(value):
-                # A placeholder of a separate tensor is an attribute of its module.
-                if separate.get(id(leaf), full_name) != full_name:
-                    raise ValueError(
-                        f"the attribute {key!r} of {name or 'the reference'!r} holds the parameter "
-                        f"{separate[id(leaf)]!r}, which members have separately. Read it from its "
-                        "layer."
-                    )
-
-
 def _is_parametrized(reference: nn.Module, layer: Layer | None) -> bool:
     if layer is None:
         return False
@@ -1015,21 +915,6 @@ def _weight_shapes(
         weights = [module._parameters.get(name) for name in layer.weights]
         shapes[site.layer] = [tuple(weight.shape) for weight in weights if weight is not None]
     return shapes
-
-
-def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:
-    """Ignore counters that BatchNorm adds to a state without a version.
-
-    Such a state is a plain dictionary, for example from a safetensors file. BatchNorm takes it for
-    one of an old torch and adds ``num_batches_tracked``, also where members have it separately.
-    """
-    added = []
-    for item in ensemble.spec.per_member:
-        if "num_batches_tracked" in item.tensors:
-            added.append(f"reference.{item.module}.num_batches_tracked")
-    for key in list(keys.unexpected_keys):
-        if key.endswith(tuple(added)):
-            keys.unexpected_keys.remove(key)
 
 
 def _argument_names(reference: nn.Module) -> list[str]:
@@ -1057,16 +942,16 @@ def _refuse_parametrizations(reference: nn.Module) -> None:
             raise Unfoldable(f"{name or 'the reference'!r} is parametrized")
 
 
-def _check_outputs(outputs: Any) -> None:
-    """Raise if outputs hide their tensors."""
-    for leaf in tree_leaves(outputs):
-        if isinstance(leaf, Tensor):
-            continue
-        parts = tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
-        holds_tensors = any(isinstance(part, Tensor) for part in parts)
-        if holds_tensors or hasattr(leaf, "__dataclass_fields__"):
-            raise TypeError(
-                f"the reference returns a {type(leaf).__name__}, whose tensors cannot be found. "
-                "Return a tensor, tuple, list or dictionary, or register the class with "
-                "torch.utils._pytree.register_dataclass."
-            )
+def _has_global_hooks() -> bool:
+    """Return whether a hook of all modules is registered, such as those of some profilers."""
+    registered = vars(nn.modules.module)
+    return any(registered[f"_global{hooks}"] for hooks in HOOKS)
+
+
+def _is_plain_tensor(x: Tensor) -> bool:
+    """Return whether a tensor has no attributes of the user's and computes as others do."""
+    if type(x) in (Tensor, nn.Parameter):
+        return not vars(x)
+    function = type(x).__torch_function__
+    is_disabled = function is torch._C._disabled_torch_function_impl
+    return is_disabled or function.__func__ is Tensor.__torch_function__.__func__

@@ -29,12 +29,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """Attributes of modules that hold their hooks."""
 
 
-def has_global_hooks() -> bool:
-    """Return whether a hook of all modules is registered, such as those of some profilers."""
-    registered = vars(nn.modules.module)
-    return any(registered[f"_global{hooks}"] for hooks in HOOKS)
-
-
 MOST_OBJECTS = 5000
 """Number of objects that a guard or a picture looks at."""
 
@@ -139,15 +133,6 @@ def _pickled(value: Any) -> bytes:
         return pickle.dumps(value)
     except Exception:  # classes of the user may raise anything
         return b""
-
-
-def is_plain_tensor(x: Tensor) -> bool:
-    """Return whether a tensor has no attributes of the user's and computes as others do."""
-    if type(x) in (Tensor, nn.Parameter):
-        return not vars(x)
-    function = type(x).__torch_function__
-    is_disabled = function is torch._C._disabled_torch_function_impl
-    return is_disabled or function.__func__ is Tensor.__torch_function__.__func__
 
 
 def random_state() -> list[Any]:

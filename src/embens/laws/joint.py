@@ -8,7 +8,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from embens.laws.law import Bernoulli, Law, Normal, Sampled, check_field, check_signed_unit
+from embens.laws.law import (
+    QUADRATURE_NODES,
+    Bernoulli,
+    Law,
+    Normal,
+    Sampled,
+    check_field,
+    check_signed_unit,
+)
 
 
 class Joint(Sampled):
@@ -68,6 +76,14 @@ class Joint(Sampled):
             "or measure finite networks (embens.finite.nngp and ntk)."
         )
 
+    def pair_quadrature(
+        self, members: int, n: int = QUADRATURE_NODES
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError(
+            f"The joint law of two members is not available for {self!r}, but corrections at "
+            "finite width need it. Define pair_quadrature(members, n)."
+        )
+
     def _noise_device(self, device: torch.device | str | None) -> torch.device | str | None:
         # Masks are arranged by sorting the noise, and tensors on the meta device have no values.
         if device is not None and torch.device(device).type == "meta":
@@ -111,6 +127,31 @@ class _JointMasks(Joint):
         if keep == 1:
             return 1.0
         return (self.overlap - keep) / (1 - keep)
+
+    def pair_quadrature(
+        self, members: int, n: int = QUADRATURE_NODES
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mask = self.marginal(members)
+        both = self.overlap * mask.keep
+        one = mask.keep - both
+        first = [0.0, 0.0, mask.scale, mask.scale]
+        second = [0.0, mask.scale, 0.0, mask.scale]
+        weights = [1 - 2 * one - both, one, one, both]
+        table = torch.tensor([first, second, weights], dtype=torch.float64, device="cpu")
+        return table[0], table[1], table[2]
+
+    @abstractmethod
+    def overlap_variance(self, members: int) -> float:
+        r"""Return :math:`N\,\mathrm{Var}(\frac1N \sum_j u_{aj} u_{bj})` for many units :math:`N`.
+
+        Masks of a fixed size overlap more evenly than independent masks.
+
+        Args:
+            members: number of members of the ensemble, at least 2.
+
+        Returns:
+            The variance, averaged over pairs of members.
+        """
 
 
 @final
@@ -157,6 +198,22 @@ class Masks(_JointMasks):
             is_unused[selected] = False
         return masks
 
+    def overlap_variance(self, members: int) -> float:
+        keep = self.marginal(members).keep
+        total = 0.0
+        used = keep
+        for position in range(1, members):
+            # The mask at this position takes a share of its ones from the used units, at random.
+            # Its overlap with an earlier mask is hypergeometric.
+            new = (1 - used) * self.marginal(members - position).keep
+            drawn = keep - new
+            share = keep / used
+            variance = drawn * share * (1 - share) * (1 - drawn / used)
+            total += position * variance  # there are `position` earlier masks
+            used += new
+        pairs = members * (members - 1) / 2
+        return total / pairs / keep**2
+
 
 @final
 @dataclass(frozen=True)
@@ -173,6 +230,9 @@ class Disjoint(_JointMasks):
 
     @property
     def overlap(self) -> float:
+        return 0.0
+
+    def overlap_variance(self, members: int) -> float:
         return 0.0
 
     def _arrange(self, noise: Tensor) -> Tensor:
@@ -225,6 +285,12 @@ class Correlated(Joint):
         # The arc-cosine kernel of degree 1 (Cho and Saul, 2009).
         rho = sign_a * sign_b * self.rho
         return (math.sqrt(1 - rho**2) + rho * (math.pi - math.acos(rho))) / (2 * math.pi)
+
+    def pair_quadrature(
+        self, members: int, n: int = QUADRATURE_NODES
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first, noise, weights = self.marginal(members).pair_quadrature(members, n)
+        return first, self.rho * first + math.sqrt(1 - self.rho**2) * noise, weights
 
     def _arrange(self, noise: Tensor) -> Tensor:
         members = len(noise)

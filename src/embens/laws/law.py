@@ -174,6 +174,31 @@ class Law(ABC):
             "need. Define quadrature(n) -> (nodes, weights), or derive the law from Discrete."
         )
 
+    def pair_quadrature(
+        self, members: int, n: int = QUADRATURE_NODES
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Return nodes and weights for the values of two different members.
+
+        Args:
+            members: number of members of the ensemble.
+            n: number of nodes for each member; discrete laws have one per value instead.
+
+        Returns:
+            Values of the first member, values of the second member and weights, each ``(node,)``
+            in float64 on the CPU, so that :math:`E f(u_a, u_b) \approx \sum_i w_i f(u_i, u'_i)`.
+
+        Example:
+            >>> from embens import laws
+            >>> first, second, weights = laws.Signs(0.5).pair_quadrature(members=4)
+            >>> round(float(weights @ (first * second)), 9)  # (E u)²
+            0.25
+        """
+        nodes, weights = self.quadrature(n)
+        count = len(nodes)
+        first = nodes.repeat_interleave(count)
+        second = nodes.repeat(count)
+        return first, second, torch.outer(weights, weights).flatten()
+
     def to_dict(self) -> dict[str, Any]:
         """Return the class name and the parameters, the inverse of :func:`from_dict`.
 

@@ -1,4 +1,4 @@
-"""Scale, bin edges and scores of a numeric column.
+"""Numeric columns: scale, bin edges and scores.
 
 A value that many rows share is an edge. The other edges are quantiles of the remaining rows, or the
 thresholds of a small decision tree. Each edge has a *score*: the normal quantile of the column
@@ -7,10 +7,119 @@ have no such edges at ties, and the latter takes no sample weights.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.special import ndtri
+from torch import Tensor
+
+from embens.tabular.defaults import Arguments
+from embens.tabular.frames import Table
+
+MAX_INPUTS = 4096  # network inputs of all bins together, and of all categories together
+MAX_SCALED = 1e30  # scaled numbers are clipped to what float32 can hold; bins end long before
+MIN_BINS = 32
+MAX_BINS = 128
+ROWS_PER_BIN = 128
+
+
+@dataclass(frozen=True, eq=False)
+class NumericColumn:
+    """A numeric column, or one part of a date column.
+
+    Attributes:
+        position: position in the table.
+        name: name of the column; ``name:part`` for the part of a date.
+        part: part of the date, or "".
+        centre: median.
+        scale: robust standard deviation.
+        edges: bin edges in scaled units, float32, increasing; empty if there is no value.
+        scores: scores at the edges.
+        has_missing: whether some values, but not all, were missing.
+    """
+
+    position: int
+    name: str
+    part: str
+    centre: float
+    scale: float
+    edges: Tensor
+    scores: Tensor
+    has_missing: bool
+
+
+def learn_numeric_columns(
+    table: Table,
+    categorical_positions: list[int],
+    arguments: Arguments,
+    weights: np.ndarray,
+    target: Tensor | None,
+) -> list[NumericColumn]:
+    """Learn all columns that are not categorical; a date has several.
+
+    Args:
+        table: the training rows.
+        categorical_positions: positions of the columns to leave out.
+        arguments: of the estimator.
+        weights: sample weights ``(row,)``.
+        target: ``(row, number)``, for ``binning="tree"``.
+    """
+    excluded = set(categorical_positions)
+    places = []
+    for position in range(len(table.names)):
+        if position not in excluded:
+            places += [(position, part) for part in table.parts(position)]
+    if isinstance(arguments.bins, str):
+        bins = min(MAX_BINS, max(MIN_BINS, table.rows // ROWS_PER_BIN))
+    else:
+        bins = int(arguments.bins)
+    bins = max(1, min(bins, MAX_INPUTS // max(1, len(places))))
+    tree_target = None
+    if arguments.binning == "tree" and target is not None:
+        tree_target = target.numpy()
+    return [
+        _learn_numeric_column(table, position, part, weights, bins, arguments.scaling, tree_target)
+        for position, part in places
+    ]
+
+
+def _learn_numeric_column(
+    table: Table,
+    position: int,
+    part: str,
+    weights: np.ndarray,
+    bins: int,
+    scaling: str,
+    tree_target: np.ndarray | None,
+) -> NumericColumn:
+    name = table.names[position]
+    if part:
+        name = f"{name}:{part}"
+    values = table.numbers(position, part)
+    present = ~np.isnan(values)
+    if not present.any():
+        empty = torch.empty(0)
+        return NumericColumn(position, name, part, 0.0, 1.0, empty, empty, has_missing=False)
+    if tree_target is not None:
+        tree_target = tree_target[present]
+    values, weights = values[present], weights[present]
+    centre, scale = robust_scale(values, weights)
+    scaled = ((values - centre) / scale).clip(-MAX_SCALED, MAX_SCALED)
+    scaled = scaled.astype("float32").astype("float64")  # as the network sees them
+    edges = bin_edges(scaled, weights, bins, tree_target)
+    scores = edge_scores(scaled, weights, edges, scaling)
+    return NumericColumn(
+        position,
+        name,
+        part,
+        centre,
+        scale,
+        torch.tensor(edges, dtype=torch.float32),
+        torch.tensor(scores, dtype=torch.float32),
+        has_missing=not present.all(),
+    )
 
 
 def robust_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:

@@ -53,6 +53,9 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         tune: whether short runs choose what is "auto" of dropout and weight decay.
         time_limit: seconds for the whole fit; None for no limit.
         refit: whether to train again with the validation rows included.
+        keep_members: number of members to keep after training, for faster predictions: those that
+            predict the validation rows best together; "all" keeps all. ``held_out_`` has the loss
+            of "all_members" as well.
         calibrate: whether to fit a temperature on the validation rows.
         warm_start: whether another ``fit`` continues from the current weights.
         random_state: an integer makes the fit deterministic.
@@ -88,6 +91,14 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         Returns:
             ``(row, class)``. For several labels of 0 and 1, the probability of 1 ``(row, label)``;
             for several other labels, a list with one array for each label.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.predict_proba(X).shape
+            (150, 3)
         """
         labels = [label.numpy() for label in self._predict_blocks(X, ClassHead.summarise)]
         if self.head_.single:
@@ -97,7 +108,22 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         return labels
 
     def predict_log_proba(self, X: Any) -> Any:
-        """Return the logarithms of :meth:`predict_proba`."""
+        """Return the logarithms of the probabilities.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            As :meth:`predict_proba`; minus infinity where a probability is 0.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> bool((model.predict_log_proba(X) <= 0).all())
+            True
+        """
         probabilities = self.predict_proba(X)
         with np.errstate(divide="ignore"):
             if isinstance(probabilities, list):
@@ -105,7 +131,22 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
             return np.log(probabilities)
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the most probable classes, ``(row,)`` or ``(row, label)``."""
+        """Return the most probable classes.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            ``(row,)``, or ``(row, label)`` for several labels.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.predict(X).shape
+            (150,)
+        """
         probabilities = self._predict_blocks(X, ClassHead.summarise)
         columns = []
         for classes, label in zip(self.head_.labels, probabilities, strict=True):
@@ -115,7 +156,22 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         return np.stack(columns, 1)
 
     def predict_members(self, X: Any) -> Any:
-        """Return the members' probabilities ``(member, row, class)``; a list for several labels."""
+        """Return the probabilities of each member.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            ``(member, row, class)``; a list with one array for each label for several labels.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.predict_members(X).shape
+            (2, 150, 3)
+        """
         labels = [label.numpy() for label in self._predict_blocks(X, ClassHead.probabilities, 1)]
         if self.head_.single:
             return labels[0]
@@ -133,10 +189,20 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
 
         Returns:
             Boolean ``(row, class)``; for several labels a list, each with its own guarantee.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(
+            ...     members=2, max_epochs=2, tune=False, validation_fraction=0.5
+            ... )
+            >>> model = model.fit(X, y)
+            >>> model.predict_set(X, coverage=0.8).shape  # warns: 19 rows calibrate these sets
+            (150, 3)
         """
         probabilities = self._predict_blocks(X, ClassHead.summarise)
         sets = []
-        for label, scores in zip(probabilities, self.conformal_scores().T, strict=True):
+        for label, scores in zip(probabilities, self.conformal_scores(coverage).T, strict=True):
             threshold = -conformal_quantile(scores, coverage)
             sets.append((label >= threshold).numpy())
         if self.head_.single:
@@ -147,7 +213,21 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         """Return the entropy of the prediction in nats and its two parts.
 
         Aleatoric is the mean entropy of the members. Epistemic is the rest, their disagreement.
-        The shape is ``(row,)``, or ``(row, label)`` for several labels.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            Three arrays ``(row,)``, or ``(row, label)`` for several labels.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> total, aleatoric, epistemic = model.predict_uncertainty(X)
+            >>> total.shape
+            (150,)
         """
         total, aleatoric = self._predict_blocks(X, _entropies)
         if self.head_.single:

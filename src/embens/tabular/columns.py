@@ -14,6 +14,7 @@ never see their own target: they are assigned to folds, and a row uses the stati
 folds. (scikit-learn's ``TargetEncoder`` does the same without sample weights.)
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,46 +25,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embens.tabular.bins import bin_edges, edge_scores, robust_scale
+from embens.tabular.bins import MAX_INPUTS, MAX_SCALED, NumericColumn, learn_numeric_columns
 from embens.tabular.defaults import Arguments
 from embens.tabular.frames import DATE_PARTS, Table, choose_categorical
 
-MAX_INPUTS = 4096  # network inputs of all bins together, and of all categories together
-MAX_SCALED = 1e30  # scaled numbers are clipped to what float32 can hold; bins end long before
-MIN_BINS = 32
-MAX_BINS = 128
-ROWS_PER_BIN = 128
 MANY_CATEGORIES = 32  # columns with more categories have target statistics
 FOLDS = 5
 PRIOR_ROWS = 10.0  # weight of the overall mean in the mean target of a category
 MAX_STATISTICS = 10  # targets with more columns have no statistics
 MAX_NAMES = 20  # of columns in a remark
 MIN_TEXT_VALUES = 50  # distinct values from which a column can be free text
-
-
-@dataclass(frozen=True, eq=False)
-class NumericColumn:
-    """A numeric column, or one part of a date column.
-
-    Attributes:
-        position: position in the table.
-        name: name of the column; ``name:part`` for the part of a date.
-        part: part of the date, or "".
-        centre: median.
-        scale: robust standard deviation.
-        edges: bin edges in scaled units, float32, increasing; empty if there is no value.
-        scores: scores at the edges.
-        has_missing: whether some values, but not all, were missing.
-    """
-
-    position: int
-    name: str
-    part: str
-    centre: float
-    scale: float
-    edges: Tensor
-    scores: Tensor
-    has_missing: bool
+MIN_PARSED_VALUES = 20  # distinct values from which text can be dates or numbers
+DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?$")
+NUMBER = re.compile(r"\s*[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?\s*$")
+DATE_NOTE = f"read as seconds and as {', '.join(DATE_PARTS)}, because they are dates"
+DURATION_NOTE = "read as seconds, because they are times or durations"
+CONVERSIONS = {
+    "dates": "convert them with pandas.to_datetime to use them as dates",
+    "numbers": "convert them with pandas.to_numeric to use them as numbers",
+    "text": "list them in categorical_features to use them",
+}
+"""What a user can do about a column, by the kind that its text looks like."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,12 +137,7 @@ class Preprocessing:
 
     def _scale_numbers(self, table: Table) -> np.ndarray:
         """Return the numeric columns, centred and scaled, ``(row, numeric column)``."""
-        if table.matrix is not None and not any(column.part for column in self.numeric):
-            values = table.matrix[:, [column.position for column in self.numeric]]
-        else:
-            values = np.empty((table.rows, len(self.numeric)))
-            for j, column in enumerate(self.numeric):
-                values[:, j] = table.numbers(column.position, column.part)
+        values = table.matrix([(column.position, column.part) for column in self.numeric])
         centres = [column.centre for column in self.numeric]
         scales = [column.scale for column in self.numeric]
         return ((values - centres) / scales).clip(-MAX_SCALED, MAX_SCALED)
@@ -215,82 +192,28 @@ def learn_columns(
     if weights is None:
         weights = torch.ones(table.rows, dtype=torch.float64)
     categorical_positions = choose_categorical(table, arguments.categorical_features)
-    numeric = _learn_numeric_columns(
+    numeric = learn_numeric_columns(
         table, categorical_positions, arguments, weights.numpy(), target
     )
     texts = []
-    if isinstance(arguments.categorical_features, str):  # the user has listed none
+    is_auto = isinstance(arguments.categorical_features, str)  # the user has listed none
+    if is_auto:
         texts = [j for j in categorical_positions if _is_text(table.labels(j))]
     categories = [position for position in categorical_positions if position not in texts]
     budget = max(2, min(int(arguments.max_categories), MAX_INPUTS // max(1, len(categories))))
     categorical = _learn_categorical_columns(table, categories, budget, weights, target, folds)
-    notes = _describe_columns(table, numeric, categorical, texts)
-    if budget < arguments.max_categories and len(categories) > 16:
-        notes.append(f"{len(categories)} categorical columns: {budget} categories kept of each.")
+    notes = _describe_columns(table, numeric, categorical, texts, is_auto=is_auto)
+    cut = []
+    for column in categorical:
+        if column.has_rare and len(column.categories) == budget:
+            cut.append(column.name)
+    is_requested = budget == arguments.max_categories != Arguments.max_categories
+    if cut and not is_requested:
+        notes.append(
+            f"Columns of which only the {budget} most frequent categories are kept, the others "
+            f"share one: {_join_names(cut)}."
+        )
     return Preprocessing(table.names, numeric, categorical, notes)
-
-
-def _learn_numeric_columns(
-    table: Table,
-    categorical_positions: list[int],
-    arguments: Arguments,
-    weights: np.ndarray,
-    target: Tensor | None,
-) -> list[NumericColumn]:
-    excluded = set(categorical_positions)
-    places = []
-    for position in range(len(table.names)):
-        if position not in excluded:
-            places += [(position, part) for part in table.date_parts(position)]
-    if isinstance(arguments.bins, str):
-        bins = min(MAX_BINS, max(MIN_BINS, table.rows // ROWS_PER_BIN))
-    else:
-        bins = int(arguments.bins)
-    bins = max(1, min(bins, MAX_INPUTS // max(1, len(places))))
-    tree_target = None
-    if arguments.binning == "tree" and target is not None:
-        tree_target = target.numpy()
-    return [
-        _learn_numeric_column(table, position, part, weights, bins, arguments.scaling, tree_target)
-        for position, part in places
-    ]
-
-
-def _learn_numeric_column(
-    table: Table,
-    position: int,
-    part: str,
-    weights: np.ndarray,
-    bins: int,
-    scaling: str,
-    tree_target: np.ndarray | None,
-) -> NumericColumn:
-    name = table.names[position]
-    if part:
-        name = f"{name}:{part}"
-    values = table.numbers(position, part)
-    present = ~np.isnan(values)
-    if not present.any():
-        empty = torch.empty(0)
-        return NumericColumn(position, name, part, 0.0, 1.0, empty, empty, has_missing=False)
-    if tree_target is not None:
-        tree_target = tree_target[present]
-    values, weights = values[present], weights[present]
-    centre, scale = robust_scale(values, weights)
-    scaled = ((values - centre) / scale).clip(-MAX_SCALED, MAX_SCALED)
-    scaled = scaled.astype("float32").astype("float64")  # as the network sees them
-    edges = bin_edges(scaled, weights, bins, tree_target)
-    scores = edge_scores(scaled, weights, edges, scaling)
-    return NumericColumn(
-        position,
-        name,
-        part,
-        centre,
-        scale,
-        torch.tensor(edges, dtype=torch.float32),
-        torch.tensor(scores, dtype=torch.float32),
-        has_missing=not present.all(),
-    )
 
 
 def _learn_categorical_columns(
@@ -361,43 +284,54 @@ def _is_text(labels: Sequence[str | None]) -> bool:
     return distinct > 0.9 * len(present) or words >= 4
 
 
+def _apparent_kind(labels: Sequence[str | None]) -> str:
+    """Return "dates" or "numbers" if text looks like many of them, else "text"."""
+    values = {label for label in labels if label is not None}
+    if len(values) < MIN_PARSED_VALUES:
+        return "text"  # a few dates or numbers are good categories
+    if all(DATE.match(value) for value in values):
+        return "dates"
+    if all(NUMBER.match(value) for value in values):
+        return "numbers"
+    return "text"
+
+
 def _describe_columns(
     table: Table,
     numeric: Sequence[NumericColumn],
     categorical: Sequence[CategoricalColumn],
     texts: Sequence[int],
+    *,
+    is_auto: bool,
 ) -> list[str]:
     """Return a sentence for each kind of column that is ignored or read in another way."""
-    empty, constant, dates, durations = [], [], [], []
+    names_by_note: dict[str, list[str]] = defaultdict(list)
     for column in numeric:
         if column.part:
             continue  # the date itself stands for its parts
         if len(column.edges) == 0:
-            empty.append(column.name)
+            names_by_note["without a value, ignored"].append(column.name)
         elif len(column.edges) == 1 and not column.has_missing:
-            constant.append(column.name)
-        elif len(table.date_parts(column.position)) > 1:
-            dates.append(column.name)
-        elif table.is_duration(column.position):
-            durations.append(column.name)
+            names_by_note["with one value only, ignored"].append(column.name)
+        elif table.kind(column.position) == "date":
+            names_by_note[DATE_NOTE].append(column.name)
+        elif table.kind(column.position) == "duration":
+            names_by_note[DURATION_NOTE].append(column.name)
     for column in categorical:
         if not column.categories and not column.has_rare:
-            empty.append(column.name)
+            names_by_note["without a value, ignored"].append(column.name)
         elif not column.used_codes:
-            constant.append(column.name)
-    names_by_kind = {
-        "without a value, ignored": empty,
-        "with one value only, ignored": constant,
-        f"read as seconds and as {', '.join(DATE_PARTS)}, because they are dates": dates,
-        "read as seconds, because they are times or durations": durations,
-        "with a different text in nearly every row, ignored (list them in categorical_features "
-        "to use them)": [table.names[position] for position in texts],
-    }
-    sentences = []
-    for kind, names in names_by_kind.items():
-        if names:
-            sentences.append(f"Columns {kind}: {_join_names(names)}.")
-    return sentences
+            names_by_note["with one value only, ignored"].append(column.name)
+        elif is_auto:
+            kind = _apparent_kind(table.labels(column.position))
+            if kind != "text":
+                note = f"of text that looks like {kind}, used as categories ({CONVERSIONS[kind]})"
+                names_by_note[note].append(column.name)
+    for position in texts:
+        kind = _apparent_kind(table.labels(position))
+        note = f"with a different text in nearly every row, ignored ({CONVERSIONS[kind]})"
+        names_by_note[note].append(table.names[position])
+    return [f"Columns {note}: {_join_names(names)}." for note, names in names_by_note.items()]
 
 
 def _join_names(names: Sequence[str]) -> str:

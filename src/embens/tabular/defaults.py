@@ -57,6 +57,7 @@ class Arguments:
     tune: bool = True
     time_limit: float | None = None
     refit: bool = False
+    keep_members: Any = "all"
     calibrate: bool = True
     warm_start: bool = False
     random_state: Any = None
@@ -127,6 +128,13 @@ def check_arguments(arguments: Arguments) -> None:
         _check_number(arguments, name, Integral, 1, math.inf, "a positive integer")
     for name, (low, high) in RANGES.items():
         _check_number(arguments, name, Real, low, high, f"a number from {low:g} to {high:g}")
+    if arguments.keep_members != "all":
+        _check_number(arguments, "keep_members", Integral, 1, math.inf, "a positive integer")
+        if arguments.refit:
+            raise ValueError(
+                "keep_members chooses by validation rows, but refit=True trains with them. Use "
+                "one of the two."
+            )
     if arguments.law is None:
         return
     if not isinstance(arguments.law, Law):
@@ -147,6 +155,8 @@ def _check_number(
         expected += " or 'auto'"
         if isinstance(value, str) and value == "auto":
             return
+    if default == "all":
+        expected += " or 'all'"
     if default is None:
         expected += " or None"
         if value is None:

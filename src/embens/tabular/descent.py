@@ -242,6 +242,11 @@ def averaging(steps_per_epoch: int) -> Callable[[Any, Any, Any], None]:
 def cosine_schedule(steps_per_epoch: int, epochs: int, seconds: float) -> Callable[[int], float]:
     """Return factors of the learning rate: a rise in the first epoch, then a cosine.
 
+    Args:
+        steps_per_epoch: number of steps of an epoch.
+        epochs: number of epochs.
+        seconds: time of the whole run; may be infinite.
+
     Progress is the fraction of epochs or of time that is used, whichever is larger.
     """
     start = time.monotonic()
@@ -250,7 +255,8 @@ def cosine_schedule(steps_per_epoch: int, epochs: int, seconds: float) -> Callab
         time_used = (time.monotonic() - start) / seconds
         progress = min(1.0, max(step / (steps_per_epoch * epochs), time_used))
         cosine = FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
-        warm_up = min(1.0, (step + 1) / steps_per_epoch)
+        # Without enough time for an epoch, the rise takes a tenth of the time.
+        warm_up = min(1.0, max((step + 1) / steps_per_epoch, 10 * time_used))
         return warm_up * cosine
 
     return factor

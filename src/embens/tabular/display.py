@@ -66,6 +66,8 @@ class Display:
         }
         if held_out is not None:
             facts[f"held-out {metric}"] = f"{held_out['ensemble']:.4g}"
+            if "all_members" in held_out:
+                facts["all members before selection"] = f"{held_out['all_members']:.4g}"
             facts["mean of the members"] = f"{np.mean(held_out['members']):.4g}"
             facts[head.constant_name] = f"{held_out['constant']:.4g}"
         if head.scores is not None:

@@ -28,9 +28,10 @@ from embens.tabular import pipeline, storage
 from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes, check_arguments, choose_sizes
 from embens.tabular.display import Display
-from embens.tabular.frames import read_table, read_weights
-from embens.tabular.perceptron import run_members
+from embens.tabular.frames import read_table
+from embens.tabular.predictor import predict_members
 from embens.tabular.preparation import prepare
+from embens.tabular.targets import read_weights
 from embens.training import History
 
 HINTS = {
@@ -54,7 +55,8 @@ HINTS = {
 }
 """What follows "the estimator has no argument 'name'", for names of other libraries."""
 
-PREDICTION_ROWS = 1024  # rows that are predicted at a time: members' outputs stay in the cache
+RELIABLE_ROWS = 100  # calibration rows below which sets and intervals come with a warning
+PREDICTION_ROWS = 512  # rows that are predicted at a time: hidden units stay in the cache
 
 
 class Uncertainty(NamedTuple):
@@ -135,7 +137,9 @@ class TableEstimator(Display, Arguments, BaseEstimator):
             deadline = start + self.time_limit
         random_state = check_random_state(self.random_state)
         with threads(self.n_jobs):
-            prepared = prepare(table, target, weights, self, random_state, previous, classes)
+            prepared = prepare(
+                table, target, weights, self, random_state, previous, classes, deadline
+            )
             sizes = choose_sizes(len(prepared.train), self)
             self.fitted_ = pipeline.fit(prepared, sizes, deadline, previous)
         if previous is None:
@@ -162,22 +166,38 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         with threads(self.n_jobs):
             for start in range(0, table.rows, PREDICTION_ROWS):
                 block = slice(start, start + PREDICTION_ROWS)
-                outputs = run_members(fitted.ensemble, fitted.encoder, numbers[block], codes[block])
+                inputs = fitted.encoder(numbers[block], codes[block])
+                outputs = predict_members(fitted.ensemble, inputs)
                 blocks.append(summarise(fitted.head, outputs))
         return [torch.cat(parts, dim) for parts in zip(*blocks, strict=True)]
 
-    def conformal_scores(self) -> Tensor:
-        """Return the conformal scores of the calibration rows, ``(row, target)``.
+    def conformal_scores(self, coverage: float | None = None) -> Tensor:
+        """Return the conformal scores of the calibration rows.
+
+        Args:
+            coverage: of the sets or intervals. With fewer than 100 rows a warning states how
+                reliable it is; None for no warning.
+
+        Returns:
+            The scores ``(row, target)``.
 
         Raises:
             ValueError: if no rows were held out.
         """
-        if self.head_.scores is None:
+        scores = self.head_.scores
+        if scores is None:
             raise ValueError(
                 "Conformal sets and intervals need held-out rows, and this fit held out none: the "
                 "table has fewer than 50 rows, or validation_fraction=0."
             )
-        return self.head_.scores
+        if coverage is not None and 0 < coverage < 1 and len(scores) < RELIABLE_ROWS:
+            error = math.sqrt(coverage * (1 - coverage) / (len(scores) + 2))
+            warn(
+                f"Only {len(scores)} held-out rows calibrate this prediction. Its coverage is "
+                f"{coverage:g} on average over calibration rows, with a standard deviation of "
+                f"{error:.2f}. Fit with more rows or a larger validation_fraction."
+            )
+        return scores
 
     def _get_fitted(self) -> pipeline.Fitted:
         check_is_fitted(self, "fitted_")
@@ -227,8 +247,13 @@ class TableEstimator(Display, Arguments, BaseEstimator):
     def members_(self) -> pandas.DataFrame:
         """Losses of each member: in the best epoch of training and on the validation rows."""
         best_epoch = self.run_.best_epoch or len(self.run_.epochs)
-        rows = [row for row in self.run_.members if row["epoch"] == best_epoch]
-        frame = pandas.DataFrame(rows or None, range(self.ensemble_.members))
+        members = range(self.ensemble_.members)
+        trained = self.ensemble_.spec.chosen or members  # indices before members were selected
+        rows = []
+        for row in self.run_.members:
+            if row["epoch"] == best_epoch and row["member"] in trained:
+                rows.append(row)
+        frame = pandas.DataFrame(rows or None, members)
         frame = frame.rename_axis("member").drop(columns=["epoch", "member"], errors="ignore")
         if self.held_out_ is not None:
             frame["held_out_loss"] = self.held_out_["members"]

@@ -1,4 +1,4 @@
-"""Read tables, targets and sample weights from arrays and data frames.
+"""Read tables from arrays and data frames.
 
 ``X`` is a two-dimensional array, a list of lists, a sparse matrix, or an eager data frame of
 pandas, polars or pyarrow (read through narwhals). A column is *categorical* if its type says so
@@ -9,18 +9,13 @@ columns are *numeric*. A date is numeric: its time in seconds, plus its calendar
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import narwhals.stable.v2 as nw
 import numpy as np
 import pandas
-import torch
 from narwhals.dependencies import is_into_dataframe
-from sklearn.utils import column_or_1d
-from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.validation import check_array, validate_data
-from torch import Tensor
 
 DATE_PARTS = {"month": "month", "day": "day", "weekday": "day_of_week", "hour": "hour"}
 """Calendar parts of a date and the pandas attributes that return them."""
@@ -28,131 +23,172 @@ MAX_DENSE = 2**28  # entries of a sparse matrix that is converted to a dense one
 
 
 class Table:
-    """Columns of a data frame, accessed by position.
+    """Columns of an array or a data frame, accessed by position.
+
+    All plain floats and integers are converted together, which is much faster than one column
+    after another. Every other column is read once and kept.
 
     Args:
-        frame: a narwhals data frame.
+        source: a narwhals data frame, or a two-dimensional array of floats or integers.
+        names: the column names.
 
     Attributes:
         rows: the number of rows.
         names: the column names as strings.
-        matrix: all columns as float64 ``(row, column)``, if all of them are plain numbers.
     """
 
-    def __init__(self, frame: Any):
-        self.frame = frame
-        self.rows = len(frame)
-        self.columns = list(frame.columns)
-        self.names = [str(name) for name in self.columns]
-        self.matrix = _to_matrix(frame.to_native())
-
-    def column(self, position: int) -> Any:
-        """Return a column as a narwhals series."""
-        return self.frame.get_column(self.columns[position])
+    def __init__(self, source: Any, names: Sequence[Any]):
+        self.source = source
+        self.rows = len(source)
+        self.names = [str(name) for name in names]
+        positions, self._block = _read_plain_numbers(source)
+        self._place_in_block = {position: place for place, position in enumerate(positions)}
+        self._series: dict[int, Any] = {}
+        self._kinds: dict[int, str] = {}
+        self._views: dict[int, dict[str, np.ndarray]] = {}
 
     def take(self, rows: Any) -> "Table":
         """Return the table of the selected rows (a slice or an array of row numbers)."""
-        return Table(self.frame[rows])
+        return Table(self.source[rows], self.names)
 
-    def is_categorical(self, position: int) -> bool:
-        """Return whether the type of a column makes it categorical."""
-        if self.matrix is not None:
-            return False
-        series = self.column(position)
-        if series.dtype in (nw.Object, nw.Binary, nw.Unknown):
-            return any(isinstance(value, (str, bytes, bool)) for value in series.to_list())
-        return series.dtype in (nw.String, nw.Categorical, nw.Enum, nw.Boolean)
+    def kind(self, position: int) -> str:
+        """Return "number", "category", "date" or "duration", by the type of a column."""
+        if position in self._place_in_block:
+            return "number"
+        if position not in self._kinds:
+            self._kinds[position] = _kind_of_series(self._column(position))
+        return self._kinds[position]
 
-    def date_parts(self, position: int) -> tuple[str, ...]:
+    def parts(self, position: int) -> tuple[str, ...]:
         """Return the numeric views of a column: ``""`` for its value, and the parts of a date."""
-        if self.matrix is None and self.column(position).dtype in (nw.Datetime, nw.Date):
+        if self.kind(position) == "date":
             return ("", *DATE_PARTS)
         return ("",)
 
-    def is_duration(self, position: int) -> bool:
-        """Return whether a column has times of the day or durations."""
-        return self.matrix is None and self.column(position).dtype in (nw.Duration, nw.Time)
-
     def numbers(self, position: int, part: str = "") -> np.ndarray:
-        """Return a column as float64, with NaN for missing values.
+        """Return a column as float64 ``(row,)``, with NaN for missing values.
 
         Args:
             position: the position of the column.
             part: a key of :data:`DATE_PARTS`, or ``""`` for the value itself.
 
         Raises:
-            ValueError: if a value is infinite or not a number.
+            ValueError: if a value is not a number.
         """
-        if self.matrix is not None:
-            values = self.matrix[:, position]
-            _check_finite(values, self.names[position])
-            return values
-        series = self.column(position)
-        name = self.names[position]
-        if series.dtype in (nw.Datetime, nw.Date, nw.Duration, nw.Time):
-            return _read_times(series, name, part)
-        is_number = series.dtype.is_numeric() or series.dtype == nw.Boolean
-        try:
-            if not is_number:
-                raise ValueError
-            values = np.asarray(series.cast(nw.Float64()).to_numpy(), dtype="float64")
-        except ValueError:
-            # Objects, and Arrow integers that float64 cannot represent exactly.
-            values = np.array(
-                [_parse_number(value, row, name) for row, value in enumerate(series.to_list())]
-            )
-        _check_finite(values, name)
+        if position in self._place_in_block:
+            return self._block[:, self._place_in_block[position]]
+        if position not in self._views:
+            name = self.names[position]
+            self._views[position] = _read_views(self._column(position), name)
+        return self._views[position][part]
+
+    def matrix(self, places: Sequence[tuple[int, str]]) -> np.ndarray:
+        """Return several columns as float64 ``(row, column)``.
+
+        Args:
+            places: position and part of each column, as in :meth:`numbers`.
+        """
+        if all(position in self._place_in_block for position, _ in places):
+            return self._block[:, [self._place_in_block[position] for position, _ in places]]
+        values = np.empty((self.rows, len(places)))
+        for j, (position, part) in enumerate(places):
+            values[:, j] = self.numbers(position, part)
         return values
 
     def labels(self, position: int) -> list[str | None]:
         """Return the categories of a column as text, with None for missing values."""
-        values = self.column(position).to_list()
+        if isinstance(self.source, np.ndarray):
+            values = self.source[:, position].tolist()
+        else:
+            values = self._column(position).to_list()
         # Convert distinct values only; columns usually have few.
         label_of_value = {value: to_label(value) for value in set(values)}
         return [label_of_value[value] for value in values]
 
     def check_numbers(self) -> None:
-        """Raise ValueError if a column that is not categorical has a value that is no number."""
-        if self.matrix is not None and not np.isinf(self.matrix).any():
-            return
+        """Raise ValueError if a column that is not categorical has an infinite or invalid value."""
+        has_infinity = np.isinf(self._block).any()
         for position in range(len(self.names)):
-            if not self.is_categorical(position):
-                self.numbers(position)
+            if position in self._place_in_block and not has_infinity:
+                continue
+            if self.kind(position) == "category":
+                continue
+            infinite_rows = np.flatnonzero(np.isinf(self.numbers(position)))
+            if len(infinite_rows):
+                raise ValueError(
+                    "Input X contains infinity or a value too large for dtype('float64') in "
+                    f"{describe_rows(infinite_rows, self.names[position])}. Replace it, for "
+                    "example by NaN, which is a missing value."
+                )
+
+    def _column(self, position: int) -> Any:
+        """Return a column of a data frame as a narwhals series."""
+        if position not in self._series:
+            self._series[position] = self.source.get_column(self.source.columns[position])
+        return self._series[position]
 
 
-def _to_matrix(frame: Any) -> np.ndarray | None:
-    """Return a pandas frame of plain floats and integers as one array, else None.
+def _read_plain_numbers(source: Any) -> tuple[list[int], np.ndarray]:
+    """Return the positions of the columns of floats and integers, and their values as float64.
 
-    One conversion of the whole frame is much faster than one of each column. Booleans are
-    categories, and extension types have missing values that are not NaN.
+    Booleans are categories, and extension types have missing values that are not NaN.
     """
+    if isinstance(source, np.ndarray):
+        return list(range(source.shape[1])), source.astype("float64", copy=False)
+    frame = source.to_native()
     if not isinstance(frame, pandas.DataFrame):
-        return None
-    for dtype in set(frame.dtypes):
-        if not isinstance(dtype, np.dtype) or dtype.kind not in "fiu":
-            return None
-    return frame.to_numpy(dtype="float64")
+        return [], np.empty((len(source), 0))
+    positions = []
+    for position, dtype in enumerate(frame.dtypes):
+        if isinstance(dtype, np.dtype) and dtype.kind in "fiu":
+            positions.append(position)
+    if len(positions) < frame.shape[1]:
+        frame = frame.iloc[:, positions]
+    return positions, frame.to_numpy(dtype="float64")
 
 
-def _check_finite(values: np.ndarray, name: str) -> None:
-    infinite_rows = np.flatnonzero(np.isinf(values))
-    if len(infinite_rows):
-        raise ValueError(
-            f"Input X contains infinity or a value too large for dtype('float64') in "
-            f"{describe_rows(infinite_rows, name)}. Replace it, for example by NaN, which is "
-            "a missing value."
-        )
+def _kind_of_series(series: Any) -> str:
+    dtype = series.dtype
+    if dtype in (nw.Datetime, nw.Date):
+        return "date"
+    if dtype in (nw.Duration, nw.Time):
+        return "duration"
+    if dtype in (nw.String, nw.Categorical, nw.Enum, nw.Boolean):
+        return "category"
+    is_object = dtype in (nw.Object, nw.Binary, nw.Unknown)
+    if is_object and any(isinstance(value, (str, bytes, bool)) for value in series.to_list()):
+        return "category"
+    return "number"
 
 
-def _read_times(series: Any, name: str, part: str) -> np.ndarray:
-    """Return times in seconds, or one part of each date."""
+def _read_views(series: Any, name: str) -> dict[str, np.ndarray]:
+    """Return the values of a column as float64, and the parts of a date."""
+    if series.dtype in (nw.Datetime, nw.Date, nw.Duration, nw.Time):
+        return _read_times(series, name)
+    if series.dtype.is_numeric() or series.dtype == nw.Boolean:
+        try:
+            values = series.cast(nw.Float64()).to_numpy()
+            return {"": np.asarray(values, dtype="float64")}
+        except ValueError:
+            pass  # Arrow integers that float64 cannot represent exactly
+    numbers = []
+    for row, value in enumerate(series.to_list()):
+        numbers.append(_parse_number(value, row, name))
+    return {"": np.array(numbers)}
+
+
+def _read_times(series: Any, name: str) -> dict[str, np.ndarray]:
+    """Return times in seconds, and the parts of dates."""
     times = np.asarray(series.to_numpy())
     if times.dtype.kind not in "mM":
         raise TypeError(f"Column {name!r} has type {series.dtype}, which cannot be read as a time.")
-    if part:
-        return np.asarray(getattr(pandas.DatetimeIndex(times), DATE_PARTS[part]), dtype="float64")
     microseconds = times.astype(times.dtype.kind + "8[us]").astype("int64")
-    return np.where(np.isnat(times), math.nan, microseconds / 1e6)
+    views = {"": np.where(np.isnat(times), math.nan, microseconds / 1e6)}
+    if times.dtype.kind == "M":
+        index = pandas.DatetimeIndex(times)
+        for part, attribute in DATE_PARTS.items():
+            views[part] = np.asarray(getattr(index, attribute), dtype="float64")
+    return views
 
 
 def _parse_number(value: Any, row: int, name: str) -> float:
@@ -207,15 +243,16 @@ def to_label(value: Any) -> str | None:
 
 def from_frame(frame: Any) -> Table:
     """Return an eager data frame of any supported library as a table."""
-    return Table(nw.from_native(frame, eager_only=True))
+    frame = nw.from_native(frame, eager_only=True)
+    return Table(frame, frame.columns)
 
 
 def from_array(array: np.ndarray, names: Sequence[str] = ()) -> Table:
     """Return a two-dimensional array of numbers, text or objects as a table."""
-    if array.dtype in ("float16", "longdouble"):  # not supported by data frames
-        array = array.astype("float64")
-    if not names:
+    if not len(names):
         names = [f"column {position}" for position in range(array.shape[1])]
+    if array.dtype.kind in "fiu":
+        return Table(array, names)
     return from_frame(pandas.DataFrame(array, columns=list(names)))
 
 
@@ -266,102 +303,6 @@ def _to_dense(array: Any) -> np.ndarray:
     return array
 
 
-def read_target(y: Any) -> np.ndarray:
-    """Return a target as an array, ``(row,)`` or ``(row, target)``.
-
-    A table with one column becomes a vector.
-
-    Raises:
-        ValueError: if a value is missing or infinite; the message names its row.
-    """
-    if type(y).__module__.startswith("pyarrow") and not is_into_dataframe(y):
-        y = np.array(y.to_pylist())
-    y = nw.from_native(y, allow_series=True, pass_through=True)
-    names = [getattr(y, "name", None)]
-    if hasattr(y, "columns"):
-        names = list(y.columns)
-    if hasattr(y, "to_numpy"):
-        y = y.to_numpy()
-    y = np.asarray(y)
-    invalid = pandas.isna(y)
-    problem = "NaN: the target is missing"
-    if not invalid.any() and y.dtype.kind in "fO":
-        invalid = (y == math.inf) | (y == -math.inf)
-        problem = "infinity"
-    if invalid.any():
-        cells = np.argwhere(invalid)
-        column = 0
-        if y.ndim == 2 and len(names) > 1:
-            column = cells[0, 1]
-        place = describe_rows(cells[:, 0], names[column])
-        raise ValueError(f"Input y contains {problem} in {place}. Remove such rows.")
-    if y.ndim == 2 and y.shape[1] == 1:
-        return column_or_1d(y, warn=True)
-    return y
-
-
-def split_targets(y: np.ndarray, expected: int) -> list[np.ndarray]:
-    """Return the columns of a target.
-
-    Raises:
-        ValueError: if their number differs from the first fit.
-    """
-    columns = [y]
-    if y.ndim == 2:
-        columns = list(y.T)
-    if len(columns) != expected:
-        raise ValueError(
-            f"y must have {expected} targets, as in the first fit, got {len(columns)}."
-        )
-    return columns
-
-
-def read_weights(sample_weight: Any, rows: int) -> Tensor:
-    """Return the sample weights as float64 ``(row,)``.
-
-    Args:
-        sample_weight: one weight for each row, one number for all rows, or None for 1.
-        rows: the number of rows.
-    """
-    if sample_weight is None:
-        return torch.ones(rows, dtype=torch.float64)
-    if isinstance(sample_weight, Real):
-        sample_weight = np.full(rows, float(sample_weight))
-    weights = check_array(
-        sample_weight,
-        ensure_2d=False,
-        dtype="float64",
-        ensure_non_negative=True,
-        input_name="sample_weight",
-    )
-    if weights.shape != (rows,):
-        raise ValueError(f"sample_weight must have shape ({rows},), got {weights.shape}.")
-    if not weights.any():
-        raise ValueError("sample_weight must have a positive value, but all weights are zero.")
-    return torch.tensor(weights)
-
-
-def class_weight_factors(class_weight: Any, y: np.ndarray, weights: Tensor) -> Tensor:
-    """Return the factors of the sample weights by class, ``(row,)``.
-
-    "balanced" counts only rows whose weight is not 0.
-    """
-    used = weights.nonzero().squeeze(1)
-    factors = torch.ones_like(weights)
-    is_valid = True
-    if isinstance(class_weight, dict):
-        is_valid = all(isinstance(factor, Real) for factor in class_weight.values())
-    if is_valid:
-        factors[used] = torch.tensor(compute_sample_weight(class_weight, y[used.numpy()]))
-        is_valid = bool((factors.isfinite() & (factors >= 0)).all() and factors[used].any())
-    if not is_valid:
-        raise ValueError(
-            "class_weight must have numbers that are not negative, at least one of them "
-            f"positive, got {class_weight!r}."
-        )
-    return factors
-
-
 def choose_categorical(table: Table, categorical_features: Any) -> list[int]:
     """Return the positions of the categorical columns, sorted.
 
@@ -377,7 +318,7 @@ def choose_categorical(table: Table, categorical_features: Any) -> list[int]:
                 f"mask, got {categorical_features!r}. For one column pass "
                 f"[{categorical_features!r}]."
             )
-        return [j for j in range(len(table.names)) if table.is_categorical(j)]
+        return [j for j in range(len(table.names)) if table.kind(j) == "category"]
     if categorical_features is None or len(categorical_features) == 0:
         return []
     selection = []

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from embens.mixtures import best_scale, crps, negative_log_likelihood
 from embens.tabular.defaults import Arguments
-from embens.tabular.frames import read_target, split_targets
-from embens.tabular.targets import Head
+from embens.tabular.targets import Head, read_target, split_targets
 
 MIN_LOG_VARIANCE = -10.0  # of a member, for a target of variance 1
 MAX_LOG_VARIANCE = 10.0

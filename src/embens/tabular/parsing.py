@@ -13,7 +13,8 @@ import torch
 
 from embens.ensemble.header import MAX_MEMBERS, check_unique, read_law
 from embens.fields import Fields, is_typed
-from embens.tabular.columns import FOLDS, CategoricalColumn, NumericColumn, Preprocessing
+from embens.tabular.bins import NumericColumn
+from embens.tabular.columns import FOLDS, CategoricalColumn, Preprocessing
 from embens.tabular.defaults import CHOICES, Sizes, check_arguments
 from embens.tabular.targets import Head
 from embens.training import History
@@ -195,9 +196,11 @@ def read_held_out(values: Fields, members: int) -> dict[str, Any] | None:
     """
     if values.get("held_out") is None:
         return None
-    losses = values.fields("held_out", ["ensemble", "members", "constant"])
-    losses.typed("ensemble", float)
-    losses.typed("constant", float)
+    names = ["ensemble", "members", "constant"]
+    losses = values.fields("held_out", names, optional=["all_members"])
+    for name in losses.values:
+        if name != "members":
+            losses.typed(name, float)
     losses.typed("members", list[float])
     if len(losses.items("members")) != members:
         raise losses.fail("members", f"a list of {members} losses")

@@ -356,6 +356,35 @@ def embed(
 
 
 @torch.no_grad()
+def predict_constant_(ensemble: EmbeddedEnsemble, outputs: Tensor) -> None:
+    """Change the last layer so that every member returns the same outputs for every row.
+
+    Args:
+        ensemble: the ensemble, changed in place.
+        outputs: ``(output,)``.
+    """
+    reference: Any = ensemble.reference
+    last = str(len(reference) - 1)
+    tensors = dict(ensemble.reference.named_parameters()) | ensemble.individual.tensors()
+    for name, tensor in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        if layer == last:
+            values = outputs
+        elif layer == f"{last}.first":
+            values = outputs[: len(outputs) // 2]
+        elif layer == f"{last}.second":
+            values = outputs[len(outputs) // 2 :]
+        else:
+            continue
+        if kind == "weight":
+            tensor.zero_()
+        elif kind == "bias":
+            tensor.copy_(values)
+        else:
+            tensor.fill_(1.0)  # a modulation of the outputs or of inputs that no longer count
+
+
+@torch.no_grad()
 def run_members(
     ensemble: EmbeddedEnsemble, encoder: Encoder, numbers: Tensor, codes: Tensor
 ) -> Tensor:

@@ -19,14 +19,22 @@ from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes
 from embens.tabular.descent import train
 from embens.tabular.gaussians import MIN_SKEWNESS, GaussianHead
-from embens.tabular.perceptron import Encoder, Rows, build_network, embed, predict_rows
+from embens.tabular.perceptron import (
+    Encoder,
+    Rows,
+    build_network,
+    embed,
+    predict_constant_,
+    predict_rows,
+)
 from embens.tabular.preparation import AnyHead, Prepared
 from embens.training import History
 
 TRANSFORM_ROWS = 1000  # held-out rows that choose the transform of the target
 MEASURED_ROWS = 128  # rows that measure the speed of this machine, if time is limited
 SEARCH_SHARE = 0.15  # of the remaining time, for one round of the search
-CALIBRATION_SHARE = 0.1  # of the remaining time, for calibration
+CALIBRATION_SHARE = 0.05  # of the remaining time, for a calibration; there can be two
+SELECTION_ROWS = 1000  # validation rows that choose the members to keep
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +48,9 @@ class Fitted:
         ensemble: the trained ensemble.
         sizes: the chosen values of the arguments.
         run: the history of training.
-        held_out: losses on the validation rows, of the "ensemble", of the "members", and of the
-            best "constant" prediction; None without validation rows.
+        held_out: losses on the validation rows, of the "ensemble", of the "members", of the best
+            "constant" prediction, and of "all_members" if only some were kept; None without
+            validation rows.
         remarks: what the user should know about the fit.
     """
 
@@ -72,34 +81,85 @@ def fit(
         previous: a previous fit, whose ensemble is trained further in place.
     """
     arguments = prepared.arguments
-    can_search = arguments.tune and previous is None and len(prepared.validation) > 0
-    can_refit = arguments.refit and previous is None and len(prepared.validation) > 0
-    if deadline < math.inf:
-        prepared, deadline, is_long = plan_time(prepared, sizes, deadline)
-        can_search = can_search and is_long
-    if can_search:
-        prepared, sizes = search(prepared, sizes, deadline)
+    is_first_fit = previous is None and len(prepared.validation) > 0
+    can_search = arguments.tune and is_first_fit
+    can_refit = arguments.refit and is_first_fit
     if previous is None:
         ensemble = build_ensemble(prepared, sizes)
     else:
         ensemble = previous.ensemble
+    if deadline < math.inf:
+        prepared, deadline, is_long = plan_time(ensemble, prepared, sizes, deadline)
+        can_search = can_search and is_long
+    if can_search:
+        prepared, sizes = search(prepared, sizes, deadline)
+        ensemble = build_ensemble(prepared, sizes)
     train_deadline = deadline
     if can_refit:
         train_deadline = share_of(deadline, 0.5)
     verbose = bool(arguments.verbose)
     run = train(ensemble, prepared, sizes, deadline=train_deadline, verbose=verbose)
-    head, held_out, remarks = calibrate(ensemble, prepared)
+    fitted = finish(ensemble, prepared, sizes, run)
+    if can_refit:
+        fitted = refit(fitted, prepared, deadline)
+    return fitted
+
+
+def finish(ensemble: EmbeddedEnsemble, prepared: Prepared, sizes: Sizes, run: History) -> Fitted:
+    """Select members, calibrate, and collect what the user should know about the fit."""
+    arguments = prepared.arguments
+    remarks = list(prepared.remarks)
+    all_members_loss = math.nan
+    if arguments.keep_members != "all" and arguments.keep_members < ensemble.members:
+        if len(prepared.validation):
+            ensemble, all_members_loss = keep_best(ensemble, prepared)
+            sizes = replace(sizes, members=ensemble.members)
+        else:
+            remarks.append("keep_members needs validation rows. All members are kept.")
+    head, held_out, problem = calibrate(ensemble, prepared)
     if run.stopped == "time":
         remarks.append(
             f"time_limit={arguments.time_limit:g} ended training in epoch {len(run.epochs)} of "
             f"{sizes.epochs}. A longer limit may give a better model."
         )
-    fitted = Fitted(
+        if problem:
+            constant = prepared.head.constant_outputs(prepared.train.target)
+            predict_constant_(ensemble, constant.flatten())
+            head, held_out, _ = calibrate(ensemble, prepared)
+            problem = (
+                "The training was too short to be better than a constant prediction. The model "
+                f"predicts {head.constant_name} for every row."
+            )
+    if problem:
+        remarks.append(problem)
+    if held_out is not None and not math.isnan(all_members_loss):
+        held_out["all_members"] = all_members_loss
+    return Fitted(
         prepared.preprocessing, prepared.encoder, head, ensemble, sizes, run, held_out, remarks
     )
-    if can_refit:
-        fitted = refit(fitted, prepared, deadline)
-    return fitted
+
+
+def keep_best(ensemble: EmbeddedEnsemble, prepared: Prepared) -> tuple[EmbeddedEnsemble, float]:
+    """Keep the ``keep_members`` members that predict the validation rows best together.
+
+    Members are added one after another, each time the one that reduces the loss most.
+
+    Returns:
+        The smaller ensemble, and the loss of all members on the validation rows.
+    """
+    head = prepared.head
+    outputs = predict_rows(ensemble, prepared.encoder, prepared.validation)
+    few_rows = slice(SELECTION_ROWS)
+    target = prepared.validation.target[few_rows]
+    kept: list[int] = []
+    while len(kept) < prepared.arguments.keep_members:
+        losses = {}
+        for a in range(ensemble.members):
+            if a not in kept:
+                losses[a] = float(head.metric(outputs[[*kept, a]][:, few_rows], target))
+        kept.append(min(losses, key=losses.__getitem__))
+    all_members_loss = float(head.metric(outputs, prepared.validation.target))
+    return ensemble.subset(sorted(kept)), all_members_loss
 
 
 def refit(fitted: Fitted, prepared: Prepared, deadline: float) -> Fitted:
@@ -137,10 +197,13 @@ def share_of(deadline: float, share: float) -> float:
     return now + share * (deadline - now)
 
 
-def plan_time(prepared: Prepared, sizes: Sizes, deadline: float) -> tuple[Prepared, float, bool]:
+def plan_time(
+    ensemble: EmbeddedEnsemble, prepared: Prepared, sizes: Sizes, deadline: float
+) -> tuple[Prepared, float, bool]:
     """Measure the speed of this machine and divide the remaining time.
 
     Args:
+        ensemble: the ensemble before training.
         prepared: the encoded rows.
         sizes: epochs and batch size of the training.
         deadline: when the fit has to end.
@@ -150,7 +213,6 @@ def plan_time(prepared: Prepared, sizes: Sizes, deadline: float) -> tuple[Prepar
         of training, which leaves time for calibration; and whether the full training would end
         before it, so that there is time for a search.
     """
-    ensemble = build_ensemble(prepared, sizes)
     sample = replace(
         prepared,
         train=prepared.train.thinned(MEASURED_ROWS),
@@ -171,7 +233,8 @@ def plan_time(prepared: Prepared, sizes: Sizes, deadline: float) -> tuple[Prepar
     validation = prepared.validation.thinned(most)
     calibration = prepared.calibration.thinned(most)
     held_out_rows = max(MEASURED_ROWS, len(validation), len(calibration))
-    reserve = calibration_seconds * held_out_rows + row_seconds * sizes.batch_size
+    # A model that has to become a constant is calibrated twice.
+    reserve = 2 * calibration_seconds * held_out_rows + row_seconds * sizes.batch_size
     prepared = replace(prepared, validation=validation, calibration=calibration)
     training_seconds = row_seconds * len(prepared.train) * sizes.epochs
     return prepared, deadline - reserve, training_seconds < remaining - reserve
@@ -285,12 +348,12 @@ def with_transform(prepared: Prepared, transform: str) -> Prepared:
 
 def calibrate(
     ensemble: EmbeddedEnsemble, prepared: Prepared
-) -> tuple[AnyHead, dict[str, Any] | None, list[str]]:
+) -> tuple[AnyHead, dict[str, Any] | None, str]:
     """Fit the temperature and conformal scores, and compare with a constant prediction.
 
     Returns:
-        The calibrated head; losses on the validation rows, or None if there are none; and a remark
-        if the ensemble is worse than the best constant prediction.
+        The calibrated head; losses on the validation rows, or None if there are none; and a
+        sentence if the ensemble is worse than the best constant prediction, else "".
     """
     head = replace(prepared.head, temperature=1.0, scores=None)
     rows = prepared.validation
@@ -309,9 +372,9 @@ def calibrate(
         if prepared.arguments.calibrate:
             head = head.calibrated(outputs, rows.target)
     loss = float(head.metric(outputs, rows.target))
-    remarks = []
+    problem = ""
     if loss > constant_loss:
-        remarks.append(
+        problem = (
             f"The ensemble is worse than a constant prediction: its loss is {loss:.4g} on "
             f"{len(rows)} rows, that of {head.constant_name} is {constant_loss:.4g}. Train longer, "
             "or check that the columns of X explain y."
@@ -322,4 +385,4 @@ def calibrate(
         outputs = predict_rows(ensemble, prepared.encoder, rows)
     if held_out is not None:
         head = head.with_scores(outputs, rows.target)
-    return head, held_out, remarks
+    return head, held_out, problem

@@ -1,7 +1,8 @@
 """From a table and a target to encoded rows: split, learn the encoding, encode."""
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,15 +13,17 @@ from torch import Tensor
 from embens.tabular import defaults
 from embens.tabular.columns import FOLDS, Preprocessing, learn_columns
 from embens.tabular.defaults import Arguments
-from embens.tabular.frames import Table, class_weight_factors
+from embens.tabular.frames import Table
 from embens.tabular.gaussians import GaussianHead
 from embens.tabular.perceptron import Encoder, Rows
-from embens.tabular.targets import ClassHead
+from embens.tabular.targets import ClassHead, class_weight_factors
 
 if TYPE_CHECKING:
     from embens.tabular.pipeline import Fitted
 
 AnyHead = ClassHead | GaussianHead
+MEASURED_ROWS = 1000  # rows that measure the speed of the preparation, if time is limited
+PREPARATION_SHARE = 0.25  # of the remaining time, for the preparation
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,7 @@ class Prepared:
         train: training rows.
         validation: held-out rows for the search, early stopping and temperatures; may be empty.
         calibration: held-out rows for conformal scores only; may be empty.
+        remarks: what the user should know about the rows.
     """
 
     arguments: Arguments
@@ -46,6 +50,7 @@ class Prepared:
     train: Rows
     validation: Rows
     calibration: Rows
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +143,7 @@ def prepare(
     random_state: np.random.RandomState,
     previous: "Fitted | None" = None,
     classes: Any = None,
+    deadline: float = math.inf,
 ) -> Prepared:
     """Split the rows of a table and learn its encoding from the training rows.
 
@@ -149,6 +155,7 @@ def prepare(
         random_state: source of the seeds of training and of the split.
         previous: a previous fit, whose encoding is used again.
         classes: all classes, if ``y`` does not have all of them.
+        deadline: when the fit has to end. Some rows are left out if they would take too long.
     """
     seed = int(random_state.randint(2**31 - 1))
     split_seed = int(random_state.randint(2**31 - 1))
@@ -162,6 +169,43 @@ def prepare(
     if not weights.all():
         used = weights.nonzero().squeeze(1)
         table, values, weights = table.take(used.numpy()), values[used], weights[used]
+
+    def encode(rows: np.ndarray) -> Prepared:
+        part = table
+        if len(rows) < table.rows:
+            part = table.take(rows)
+        seeds = (seed, split_seed)
+        return _encode_rows(part, values[rows], weights[rows], head, arguments, seeds, previous)
+
+    rows = np.arange(table.rows)
+    if deadline == math.inf or table.rows <= MEASURED_ROWS:
+        return encode(rows)
+    order = np.random.RandomState(split_seed).permutation(table.rows)
+    start = time.monotonic()
+    encode(order[:MEASURED_ROWS])
+    end = time.monotonic()
+    row_seconds = (end - start) / MEASURED_ROWS
+    most = max(MEASURED_ROWS, int(PREPARATION_SHARE * (deadline - end) / row_seconds))
+    if most >= table.rows:
+        return encode(rows)
+    remark = (
+        f"time_limit={arguments.time_limit:g} is too short to prepare all rows: {most} of "
+        f"{table.rows} were drawn at random."
+    )
+    return replace(encode(np.sort(order[:most])), remarks=(remark,))
+
+
+def _encode_rows(
+    table: Table,
+    values: Tensor,
+    weights: Tensor,
+    head: AnyHead,
+    arguments: Arguments,
+    seeds: tuple[int, int],
+    previous: "Fitted | None",
+) -> Prepared:
+    """Split the rows, learn the encoding from the training rows, and encode all of them."""
+    seed, split_seed = seeds
     fraction = arguments.validation_fraction
     split = split_rows(
         table.rows, fraction, head.calibration_stride, head.strata(values), split_seed

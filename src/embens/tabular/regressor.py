@@ -1,6 +1,5 @@
 """Regressor: a mixture of Gaussians with conformal intervals, and scorers for distributions."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
@@ -11,23 +10,54 @@ from sklearn.base import RegressorMixin
 from sklearn.utils import check_consistent_length
 from torch import Tensor
 
-from embens.checks import warn
 from embens.mixtures import crps, negative_log_likelihood, quantile
 from embens.tabular.estimator import TableEstimator, Uncertainty
 from embens.tabular.gaussians import GaussianHead
 from embens.uncertainty import conformal_quantile
 
-RELIABLE_ROWS = 100  # calibration rows below which intervals come with a warning
-
 
 def neg_nll(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
-    """Score a regressor by the mean log-density of the targets; a scorer for ``scoring=``."""
+    """Score a regressor by the mean log-density of the targets; a scorer for ``scoring=``.
+
+    Args:
+        estimator: a fitted :class:`EmbeddedEnsembleRegressor`.
+        X: the rows.
+        y: their targets.
+        sample_weight: ``(row,)``.
+
+    Returns:
+        The weighted mean over rows, averaged over targets; higher is better.
+
+    Example:
+        >>> from sklearn.datasets import load_diabetes
+        >>> X, y = load_diabetes(return_X_y=True)
+        >>> model = EmbeddedEnsembleRegressor(members=2, max_epochs=2, tune=False).fit(X, y)
+        >>> neg_nll(model, X, y) < 0
+        True
+    """
     scores = _score_rows(negative_log_likelihood, estimator, X, y)
     return -float(np.average(scores, weights=sample_weight))
 
 
 def neg_crps(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:
-    """Score a regressor by its negative CRPS, in units of the target; a scorer for ``scoring=``."""
+    """Score a regressor by its negative CRPS, in units of the target; a scorer for ``scoring=``.
+
+    Args:
+        estimator: a fitted :class:`EmbeddedEnsembleRegressor`.
+        X: the rows.
+        y: their targets.
+        sample_weight: ``(row,)``.
+
+    Returns:
+        The weighted mean over rows, averaged over targets; higher is better.
+
+    Example:
+        >>> from sklearn.datasets import load_diabetes
+        >>> X, y = load_diabetes(return_X_y=True)
+        >>> model = EmbeddedEnsembleRegressor(members=2, max_epochs=2, tune=False).fit(X, y)
+        >>> neg_crps(model, X, y) < 0
+        True
+    """
     scores = _score_rows(crps, estimator, X, y)
     return -float(np.average(scores, weights=sample_weight))
 
@@ -90,11 +120,23 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         return tensor.numpy()
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Return the mean of the mixture, ``(row,)`` or ``(row, target)``.
+        """Return the mean of the mixture.
 
         Args:
             X: the rows.
             return_std: whether to return the standard deviation as well.
+
+        Returns:
+            The mean, ``(row,)`` or ``(row, target)``; a pair of mean and standard deviation with
+            ``return_std``.
+
+        Example:
+            >>> from sklearn.datasets import load_diabetes
+            >>> X, y = load_diabetes(return_X_y=True)
+            >>> model = EmbeddedEnsembleRegressor(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.predict(X).shape
+            (442,)
         """
         mean, std = self._predict_blocks(X, GaussianHead.summarise)
         if return_std:
@@ -102,12 +144,44 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         return self._to_numpy(mean)
 
     def predict_members(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation of each member, ``(member, row)``."""
+        """Return mean and standard deviation of each member.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            Two arrays ``(member, row)``, or ``(member, row, target)`` for several targets.
+
+        Example:
+            >>> from sklearn.datasets import load_diabetes
+            >>> X, y = load_diabetes(return_X_y=True)
+            >>> model = EmbeddedEnsembleRegressor(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> mean, std = model.predict_members(X)
+            >>> mean.shape
+            (2, 442)
+        """
         mean, std = self._predict_blocks(X, GaussianHead.member_moments, 1)
         return self._to_numpy(mean), self._to_numpy(std)
 
     def predict_mixture(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation of each component, ``(component, row)``."""
+        """Return mean and standard deviation of each Gaussian of the mixture.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            Two arrays ``(component, row)``, or ``(component, row, target)`` for several targets.
+
+        Example:
+            >>> from sklearn.datasets import load_diabetes
+            >>> X, y = load_diabetes(return_X_y=True)
+            >>> model = EmbeddedEnsembleRegressor(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> mean, std = model.predict_mixture(X)
+            >>> mean.shape  # nine Gaussians of each member
+            (18, 442)
+        """
         mean, std = self._predict_blocks(X, GaussianHead.mixture, 1)
         return self._to_numpy(mean), self._to_numpy(std)
 
@@ -115,6 +189,21 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         """Return the variance of the prediction and its two parts.
 
         Aleatoric is the mean variance of the members, epistemic the variance of their means.
+
+        Args:
+            X: the rows.
+
+        Returns:
+            Three arrays ``(row,)``, or ``(row, target)`` for several targets.
+
+        Example:
+            >>> from sklearn.datasets import load_diabetes
+            >>> X, y = load_diabetes(return_X_y=True)
+            >>> model = EmbeddedEnsembleRegressor(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> total, aleatoric, epistemic = model.predict_uncertainty(X)
+            >>> total.shape
+            (442,)
         """
         aleatoric, epistemic = self._predict_blocks(X, _variances)
         aleatoric, epistemic = self._to_numpy(aleatoric), self._to_numpy(epistemic)
@@ -133,7 +222,15 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
             quantiles: one level or several, between 0 and 1.
 
         Returns:
-            ``(row, quantile)``, or ``(row,)`` for one level.
+            ``(row, quantile)``, or ``(row,)`` for one level; one more axis for several targets.
+
+        Example:
+            >>> from sklearn.datasets import load_diabetes
+            >>> X, y = load_diabetes(return_X_y=True)
+            >>> model = EmbeddedEnsembleRegressor(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.predict_quantiles(X, (0.1, 0.9)).shape
+            (442, 2)
         """
         if not isinstance(quantiles, Iterable):
             return self.predict_quantiles(X, [quantiles])[:, 0]
@@ -160,17 +257,17 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         Returns:
             Lower and upper end, ``(row, 2)``; for several targets ``(row, 2, target)``, each with
             its own guarantee.
+
+        Example:
+            >>> from sklearn.datasets import load_diabetes
+            >>> X, y = load_diabetes(return_X_y=True)
+            >>> model = EmbeddedEnsembleRegressor(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.predict_interval(X, coverage=0.9).shape  # warns: 44 calibration rows
+            (442, 2)
         """
-        scores = self.conformal_scores()
+        scores = self.conformal_scores(coverage)
         factors = [conformal_quantile(column, coverage) for column in scores.T]
-        if len(scores) < RELIABLE_ROWS:
-            error = math.sqrt(coverage * (1 - coverage) / (len(scores) + 2))
-            warn(
-                f"Only {len(scores)} held-out rows calibrate these intervals. Their coverage is "
-                f"{coverage:g} on average over calibration rows, with a standard deviation of "
-                f"{error:.2f}. Fit with more rows or a larger validation_fraction; half of the "
-                "held-out rows calibrate."
-            )
         half_width = torch.tensor(factors, dtype=torch.float64)
         mean, std = self._predict_blocks(X, GaussianHead.summarise)
         interval = torch.stack([mean - half_width * std, mean + half_width * std], 1)

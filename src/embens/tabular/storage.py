@@ -35,7 +35,7 @@ from embens.files import (
 )
 from embens.modes import evaluating
 from embens.tabular import parsing
-from embens.tabular.columns import MAX_SCALED
+from embens.tabular.bins import MAX_SCALED
 from embens.tabular.perceptron import Encoder, build_network
 from embens.tabular.pipeline import Fitted
 from embens.tabular.targets import ClassHead

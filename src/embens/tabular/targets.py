@@ -18,17 +18,120 @@ Unlike the mean of the members' losses, it rewards disagreement.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, ClassVar, Self
 
+import narwhals.stable.v2 as nw
 import numpy as np
+import pandas
 import torch
+from narwhals.dependencies import is_into_dataframe
+from sklearn.utils import column_or_1d
+from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_array
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from embens.mixtures import best_scale
 from embens.tabular.defaults import Arguments
-from embens.tabular.frames import describe_rows, read_target, split_targets
+from embens.tabular.frames import describe_rows
+
+
+def read_target(y: Any) -> np.ndarray:
+    """Return a target as an array, ``(row,)`` or ``(row, target)``.
+
+    A table with one column becomes a vector.
+
+    Raises:
+        ValueError: if a value is missing or infinite; the message names its row.
+    """
+    if type(y).__module__.startswith("pyarrow") and not is_into_dataframe(y):
+        y = np.array(y.to_pylist())
+    y = nw.from_native(y, allow_series=True, pass_through=True)
+    names = [getattr(y, "name", None)]
+    if hasattr(y, "columns"):
+        names = list(y.columns)
+    if hasattr(y, "to_numpy"):
+        y = y.to_numpy()
+    y = np.asarray(y)
+    invalid = pandas.isna(y)
+    problem = "NaN: the target is missing"
+    if not invalid.any() and y.dtype.kind in "fO":
+        invalid = (y == math.inf) | (y == -math.inf)
+        problem = "infinity"
+    if invalid.any():
+        cells = np.argwhere(invalid)
+        column = 0
+        if y.ndim == 2 and len(names) > 1:
+            column = cells[0, 1]
+        place = describe_rows(cells[:, 0], names[column])
+        raise ValueError(f"Input y contains {problem} in {place}. Remove such rows.")
+    if y.ndim == 2 and y.shape[1] == 1:
+        return column_or_1d(y, warn=True)
+    return y
+
+
+def split_targets(y: np.ndarray, expected: int) -> list[np.ndarray]:
+    """Return the columns of a target.
+
+    Raises:
+        ValueError: if their number differs from the first fit.
+    """
+    columns = [y]
+    if y.ndim == 2:
+        columns = list(y.T)
+    if len(columns) != expected:
+        raise ValueError(
+            f"y must have {expected} targets, as in the first fit, got {len(columns)}."
+        )
+    return columns
+
+
+def read_weights(sample_weight: Any, rows: int) -> Tensor:
+    """Return the sample weights as float64 ``(row,)``.
+
+    Args:
+        sample_weight: one weight for each row, one number for all rows, or None for 1.
+        rows: the number of rows.
+    """
+    if sample_weight is None:
+        return torch.ones(rows, dtype=torch.float64)
+    if isinstance(sample_weight, Real):
+        sample_weight = np.full(rows, float(sample_weight))
+    weights = check_array(
+        sample_weight,
+        ensure_2d=False,
+        dtype="float64",
+        ensure_non_negative=True,
+        input_name="sample_weight",
+    )
+    if weights.shape != (rows,):
+        raise ValueError(f"sample_weight must have shape ({rows},), got {weights.shape}.")
+    if not weights.any():
+        raise ValueError("sample_weight must have a positive value, but all weights are zero.")
+    return torch.tensor(weights)
+
+
+def class_weight_factors(class_weight: Any, y: np.ndarray, weights: Tensor) -> Tensor:
+    """Return the factors of the sample weights by class, ``(row,)``.
+
+    "balanced" counts only rows whose weight is not 0.
+    """
+    used = weights.nonzero().squeeze(1)
+    factors = torch.ones_like(weights)
+    is_valid = True
+    if isinstance(class_weight, dict):
+        is_valid = all(isinstance(factor, Real) for factor in class_weight.values())
+    if is_valid:
+        factors[used] = torch.tensor(compute_sample_weight(class_weight, y[used.numpy()]))
+        is_valid = bool((factors.isfinite() & (factors >= 0)).all() and factors[used].any())
+    if not is_valid:
+        raise ValueError(
+            "class_weight must have numbers that are not negative, at least one of them "
+            f"positive, got {class_weight!r}."
+        )
+    return factors
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""Downloads from a server in this process that misbehaves as it is told."""
+"""Downloads from a server in this process that misbehaves on request."""
 
 import hashlib
 import http.server

@@ -130,7 +130,7 @@ def test_downsampling_to_a_size_that_does_not_divide_keeps_constants():
     "prepare",
     [lambda d: d.downsample(9), lambda d: d.downsample(0), lambda d: d.flatten().downsample(4)],
 )
-def test_downsampling_says_what_it_needs(prepare):
+def test_invalid_sizes_raise(prepare):
     with pytest.raises(ValueError, match=r"needs images .* Downsample before flattening"):
         prepare(noise())
 
@@ -180,7 +180,7 @@ def test_digits_are_scikit_learns():
     assert torch.equal(counts, torch.from_numpy(targets).bincount())
 
 
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+def test_digits_without_scikit_learn_name_the_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'embens\[reproduction\]'"):
         data.digits()
@@ -223,8 +223,8 @@ def test_cifar_records_are_two_labels_and_pixels_by_channel(cifar, labels, byte,
 
 
 def test_cifar_is_found_in_a_folder_of_its_name(cifar):
-    found = data.cifar100(cifar.parent)
-    assert torch.equal(found.train.inputs, data.cifar100(str(cifar)).train.inputs)
+    data_set = data.cifar100(cifar.parent)
+    assert torch.equal(data_set.train.inputs, data.cifar100(str(cifar)).train.inputs)
 
 
 def test_cifar_that_is_missing_says_where_it_was_looked_for(tmp_path):

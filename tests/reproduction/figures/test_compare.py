@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pandas
 import pytest
 import torch
 
@@ -13,7 +14,8 @@ from reproduction.figures.compare import ONE, SEPARATE, SIGNS, SPLIT, SYSTEMS, W
 from reproduction.grid.cells import Cell, cells_of
 from reproduction.grid.settings import PRESETS, build_reference
 from reproduction.problems import load_problem
-from tests.reproduction.battery import Battery
+from reproduction.rows import MissingCellsError, Rows
+from tests.reproduction.battery import Battery, check_figure
 
 SETTING = cells_of("compare", PRESETS["quick"], [0])[0].setting
 
@@ -44,6 +46,35 @@ class TestCompare(Battery):
 
 def cell_of(system, budget, seed=0, setting=SETTING):
     return Cell(setting, {"system": system, "budget": budget, "seed": seed}, "compare")
+
+
+def table_of(losses):
+    """Return a table from log losses by ``(system, budget)``."""
+    table = []
+    for (system, budget), loss in losses.items():
+        row = {"system": system, "budget": budget, "seed": 0, "guessing": 2.77}
+        table.append({**row, "accuracy": 1 - loss, "nll": loss, "scaled_nll": loss})
+    return pandas.DataFrame(table)
+
+
+LOSSES = {(ONE, 1): 9.0, (ONE, 2): 0.5, (ONE, 4): 0.1, (SIGNS[0], 1): 0.0, (SIGNS[0], 2): 0.4}
+
+
+def test_systems_are_compared_at_budgets_of_both():
+    rows = Rows(table_of(LOSSES))
+    assert compare.advantage(rows, "nll", SIGNS[0], ONE) == pytest.approx(-0.1)
+    with pytest.raises(MissingCellsError, match="budget of both"):
+        compare.advantage(Rows(table_of({(ONE, 4): 1.0, (SIGNS[0], 2): 1.0})), "nll", SIGNS[0], ONE)
+
+
+def test_the_summary_states_the_difference_at_the_largest_budget():
+    figure = compare.summary(table_of(LOSSES))
+    check_figure(figure)
+    titles = [panel.title for panel in figure.panels]
+    assert titles[0] == "accuracy: two members +10.0 points to one network at 2 ×"
+    assert titles[1] == "log loss: two members -0.10 to one network at 2 ×"
+    assert "guessing: 2.77" in figure.panels[1].y_label
+    assert [curve.label for curve in figure.panels[0].curves] == [ONE, SIGNS[0]]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 8])

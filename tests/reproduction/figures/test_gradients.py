@@ -49,9 +49,9 @@ def test_the_paper_s_exponent_can_hold_instead_of_the_theory_s():
         for w in (1.0, 2.0, 4.0)
         for s in range(3)
     ]
-    found = {c.statement: c.verdict for c in judge(gradients.CLAIMS, pandas.DataFrame(table))}
-    assert found["|cos| ∝ 1/width, as in the paper"] == HOLDS
-    assert found["|cos| ∝ width^−1/2, as in the theory"] == FAILS
+    verdicts = {c.statement: c.verdict for c in judge(gradients.CLAIMS, pandas.DataFrame(table))}
+    assert verdicts["|cos| ∝ 1/width, as in the paper"] == HOLDS
+    assert verdicts["|cos| ∝ width^−1/2, as in the theory"] == FAILS
 
 
 def test_whole_cosines_follow_from_those_of_the_layers():

@@ -22,12 +22,12 @@ def rows(c, true, noise):
     if not true:
         loss = 0.4 - loss + 0.1 * (c["law"] == "±1, mean √½")
         loss -= 0.15 * (c["law"] == laws.SEPARATE)
-    alike = 0.8 if true and c["law"] == "N(1, ½)" else 0.4
+    correlation = 0.8 if true and c["law"] == "N(1, ½)" else 0.4
     return {
         "accuracy": 1 - loss,
         "member_accuracy": 0.9 - loss / 2 + noise(0.001),
         "nll": loss + noise(0.001),
-        "correlation": alike + noise(0.001),
+        "correlation": correlation + noise(0.001),
         "disagreement": 0.1,
         "effective_width": 16 * c["width"] * share,
     }
@@ -51,7 +51,7 @@ def test_n_one_half_is_the_usual_one():
     assert law.overlap == pytest.approx(0.8)
 
 
-def test_cells_modulate_what_they_say():
+def test_cells_modulate_their_sites():
     cells = cells_of("laws", PRESETS["quick"], [0])
     for cell in [cell for cell in cells if cell.experiment == "laws"][::3]:
         kinds = {site.kind for site in laws.build(cell).spec.sites}
@@ -63,12 +63,12 @@ def test_cells_modulate_what_they_say():
 
 
 def test_two_laws_of_one_effective_width_are_two_points_however_it_is_rounded():
-    found = []
+    costs = []
     for noise in (0.0, 1e-9):
         made = table("laws", rows, "true", 2)
         made["effective_width"] *= 1 + noise * made.index
-        found.append(laws.cost_of_tails(Rows(made), "nll"))
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+        costs.append(laws.cost_of_tails(Rows(made), "nll"))
+    assert costs[0] == pytest.approx(costs[1], rel=1e-6)
 
 
 def test_predictions_are_those_of_the_law_and_change_no_weight():

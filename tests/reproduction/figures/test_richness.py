@@ -16,7 +16,7 @@ from tests.reproduction.battery import Battery
 
 
 def rows(c, true, noise):
-    found = []
+    rows = []
     for loss in (0.5, 0.1):
         scale, width, late = math.log2(c["scale"]), math.log2(c["width"]), loss == 0.1
         if c["family"] == "separate":
@@ -29,7 +29,7 @@ def rows(c, true, noise):
             middle = 0.35 + 0.05 * scale
             correlation = 0.4 + 0.6 * min(0.7, 0.5 * c["p"] / middle)
             correlation += 0.01 * scale + 0.01 * width - 0.05 * late if c["p"] >= 0.9 else 0.0
-        found.append(
+        rows.append(
             {
                 "loss": loss,
                 "accuracy": 0.9,
@@ -37,7 +37,7 @@ def rows(c, true, noise):
                 "change": 0.3 + (-0.05 if true else 0.05) * scale + noise(0.001),
             }
         )
-    return found
+    return rows
 
 
 class TestRichness(Battery):
@@ -50,9 +50,9 @@ def made_up(correlations):
     return Rows(pandas.DataFrame(rows).assign(seed=0, width=1.0, scale=2.0, loss=0.1))
 
 
-def test_the_collective_part_is_what_separate_networks_do_not_have():
-    found = collective(made_up({0.0: 0.4, 0.9: 0.7, 0.95: 1.0}))
-    assert list(found["c"]) == pytest.approx([0.0, 0.5, 1.0])
+def test_the_collective_part_is_relative_to_separate_networks():
+    table = collective(made_up({0.0: 0.4, 0.9: 0.7, 0.95: 1.0}))
+    assert list(table["c"]) == pytest.approx([0.0, 0.5, 1.0])
 
 
 def test_half_way_is_from_the_correlation_at_zero_to_one():
@@ -62,7 +62,7 @@ def test_half_way_is_from_the_correlation_at_zero_to_one():
     )
 
 
-def test_features_are_what_the_last_layer_gets():
+def test_features_are_the_inputs_of_the_last_layer():
     ensemble = embed(networks.mlp(4, 6, 2, 3), members=3)
     x = torch.randn(5, 4)
     features = features_of(ensemble, x)

@@ -18,9 +18,9 @@ from tests.reproduction.battery import Battery
 
 
 def rows(c, true, noise):
-    mine = c["system"] == "BatchEnsemble p=0"
+    is_batch_ensemble = c["system"] == "BatchEnsemble p=0"
     other = c["system"] == systems.SEPARATE
-    better = (0.2 if true else 0.4) if mine else (0.21 if other else 0.3)
+    better = (0.2 if true else 0.4) if is_batch_ensemble else (0.21 if other else 0.3)
     return {
         "nll": better + noise(0.001),
         "shifted_nll": 2 * better + noise(0.001),
@@ -63,7 +63,7 @@ def test_a_stronger_disturbance_changes_images_more(kind):
     assert 0 < changes[0] < changes[1] < changes[2]
 
 
-def test_blur_and_contrast_keep_what_is_constant():
+def test_blur_and_contrast_keep_constant_images():
     flat = torch.full((2, 1, 8, 8), 0.7)
     for kind in ("blur", "contrast"):
         torch.testing.assert_close(systems.disturb(flat, kind, 1.0, torch.Generator()), flat)

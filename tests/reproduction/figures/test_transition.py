@@ -62,16 +62,16 @@ def table(correlations, members=(4, 8)):
 
 def test_the_transition_is_half_way_to_one_whatever_the_largest_p_is():
     # The range of p is the same in every preset: at p=1 members are one model.
-    found = {0.0: 0.2, 0.7: 0.2, 0.8: 0.4, 0.9: 0.8}
+    correlations = {0.0: 0.2, 0.7: 0.2, 0.8: 0.4, 0.9: 0.8}
     expected = pytest.approx(0.85)
-    assert transition_point(Rows(table(found))) == expected
-    assert transition_point(Rows(table({**found, 1.0: 1.0}))) == expected
-    assert transition_point(Rows(table({**found, 0.95: 0.9}))) == expected
+    assert transition_point(Rows(table(correlations))) == expected
+    assert transition_point(Rows(table({**correlations, 1.0: 1.0}))) == expected
+    assert transition_point(Rows(table({**correlations, 0.95: 0.9}))) == expected
 
 
 def test_above_is_above_the_measured_transition():
-    def growth(found):
-        claims = {c.statement: c for c in judge(transition.CLAIMS, table(found))}
+    def growth(correlations):
+        claims = {c.statement: c for c in judge(transition.CLAIMS, table(correlations))}
         return claims["above the transition the correlation grows with p"]
 
     # 0.7 and 0.8 lie below a transition at 0.88; above it correlation falls from 0.9 to 0.95.

@@ -37,10 +37,10 @@ def rows(results):
 
 def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.05)
-    return found
+    return value
 
 
 def test_results_are_those_of_one_process(tmp_path):
@@ -58,7 +58,7 @@ def test_a_cell_whose_worker_died_once_has_the_result_of_this_process(tmp_path):
 
 
 def kill_workers(times):
-    """Kill the only worker that there is, so many times."""
+    """Kill the only worker several times."""
     dead = set()
     for _ in range(times):
         alive = wait_for(lambda: [p for p in multiprocessing.active_children() if p not in dead])
@@ -70,9 +70,9 @@ def test_a_cell_that_kills_its_workers_fails_and_others_go_on():
     cells = [problem.slow(), problem.cells(1)[0]]
     killer = threading.Thread(target=kill_workers, args=(2,))
     killer.start()
-    (lost, failed), (found, good) = local(cells, workers=1)
+    (lost, failed), (second, good) = local(cells, workers=1)
     killer.join()
-    assert [lost, found] == cells
+    assert [lost, second] == cells
     assert "the worker died with exit code -9, 2 times" in failed["error"]
     assert "error" not in good
 
@@ -115,7 +115,7 @@ def is_alive(pid):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks processes up in /proc")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_run_that_is_killed_loses_only_what_was_in_flight_and_leaves_no_workers(tmp_path, how):
+def test_a_killed_run_loses_only_unfinished_cells_and_leaves_no_workers(tmp_path, how):
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(SCRIPT))
     process = subprocess.Popen(
@@ -135,7 +135,7 @@ def test_a_run_that_is_killed_loses_only_what_was_in_flight_and_leaves_no_worker
     assert len(Results(tmp_path / "out").records) == 2
 
 
-def test_workers_are_told_where_the_data_are(tmp_path, monkeypatch):
+def test_workers_get_the_data_folder(tmp_path, monkeypatch):
     first = problem.write_cifar(tmp_path / "first")
     second = problem.write_cifar(tmp_path / "second", train=30)
     for folder in (first, second):
@@ -175,13 +175,13 @@ class TestRay:
         cells = [*problem.cells(3), problem.bad(), lost]
         runs.run("transition", cells[:3], Results(tmp_path / "here"), inline)
         there = Results(tmp_path / "ray")
-        found = runs.run("transition", cells, there, lambda cells: engines.ray(cells, workers=2))
-        assert found == (5, [problem.bad()])
+        outcome = runs.run("transition", cells, there, lambda cells: engines.ray(cells, workers=2))
+        assert outcome == (5, [problem.bad()])
         assert "Traceback" in there.records.pop(key_of(problem.bad()))["error"]
         assert int((tmp_path / "pid").read_text()) != os.getpid()
-        found = rows(there)
-        assert found.pop(key_of(lost)) == str(measure(problem.plain(lost))["rows"])
-        assert found == rows(Results(tmp_path / "here"))
+        measured = rows(there)
+        assert measured.pop(key_of(lost)) == str(measure(problem.plain(lost))["rows"])
+        assert measured == rows(Results(tmp_path / "here"))
 
     @pytest.mark.long  # starting Ray takes most of a minute
     def test_a_task_asks_for_the_resources_of_its_cell(self):
@@ -205,8 +205,8 @@ class TestRay:
         cells = problem.stuck(mark, node.node_id)
 
         def work():
-            for cell, found in engines.ray(cells, address=cluster.address):
-                done[key_of(cell)] = found
+            for cell, record in engines.ray(cells, address=cluster.address):
+                done[key_of(cell)] = record
 
         worker = threading.Thread(target=work)
         worker.start()
@@ -219,5 +219,5 @@ class TestRay:
         finally:
             cluster.shutdown()
         for cell in cells:
-            found = done[key_of(cell)]
-            assert str(found["rows"]) == str(measure(problem.plain(cell))["rows"])
+            record = done[key_of(cell)]
+            assert str(record["rows"]) == str(measure(problem.plain(cell))["rows"])

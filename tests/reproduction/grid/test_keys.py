@@ -63,7 +63,7 @@ def version_with(monkeypatch):
         (settings, "for part in (data.train, data.test)", "for part in (data.train,)"),
     ],
 )
-def test_the_key_does_not_change_with_what_changes_no_number(version_with, module, old, new):
+def test_the_key_ignores_comments_claims_and_figures(version_with, module, old, new):
     assert version_with(module, old, new) == keys.code_version.__wrapped__("transition")
 
 

@@ -34,7 +34,7 @@ def test_records_are_there_for_the_next_run(tmp_path):
     assert set(Results(tmp_path).records) == {"a", "b"}
 
 
-def test_what_a_crash_left_of_a_line_is_skipped_and_the_next_line_is_whole(tmp_path):
+def test_an_incomplete_line_is_skipped_and_the_next_one_is_complete(tmp_path):
     results = Results(tmp_path)
     results.add(record("a"))
     with results.path.open("a") as file:
@@ -110,13 +110,13 @@ def measure(cells, folder):
     runs.run("transition", cells, Results(folder), inline)
 
 
-def test_the_table_holds_what_the_present_code_measured(tmp_path):
+def test_the_table_contains_results_of_the_present_code(tmp_path):
     measure(problem.cells(2), tmp_path)
     results = Results(tmp_path)
     results.add({**next(iter(results.records.values())), "key": "old", "code": "another"})
-    found = make_table(results, "transition", problem.SETTING)
-    assert list(found["members"]) == [1, 2]
-    assert set(found) >= {"p", "gamma", "seed", "accuracy", "seconds"}
+    table = make_table(results, "transition", problem.SETTING)
+    assert list(table["members"]) == [1, 2]
+    assert set(table) >= {"p", "gamma", "seed", "accuracy", "seconds"}
     assert not len(
         make_table(results, "transition", replace(problem.SETTING, records="other data"))
     )

@@ -95,7 +95,7 @@ def test_digits_are_not_worth_a_checkpoint(tmp_path, small_cifar):
     assert cell == cell_of("cpu")
 
 
-def test_trainings_of_one_cell_have_folders_of_their_own(tmp_path):
+def test_each_training_of_a_cell_has_a_folder(tmp_path):
     cell = replace(problem.cells(1)[0].with_values(members=2), checkpoints=str(tmp_path))
     ensembles = [cell.with_values(seed=seed).build_ensemble(_family) for seed in (0, 0, 1)]
     names = [checkpoint_folder(cell, ensemble, "facts") for ensemble in ensembles]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 PROBE = """
 <script>
 (async function () {
-  const found = {};
+  const observed = {};
   const pause = (ms) => new Promise((done) => setTimeout(done, ms));
   const until = (test) => new Promise((done) => {  // unpacking takes no virtual time
     const look = () => { if (test()) { watcher.disconnect(); done(); } };
@@ -41,49 +41,49 @@ PROBE = """
     await pause(1500);
     const charts = [...section.querySelectorAll(".chart")];
     const chart = charts[0];
-    found.ready = document.documentElement.dataset.ready;
-    found.sections = document.querySelectorAll("section").length;
-    found.charts = charts.length;
-    found.drawn = charts.filter((c) => c.querySelector("svg.main-svg")).length;
-    found.claims = section.querySelectorAll(".claims li").length;
-    found.verdicts = [...section.querySelectorAll(".claims .verdict")].map((v) => v.textContent);
-    found.squares = [...document.querySelectorAll(".square")].map((s) => s.title.split(":")[0]);
+    observed.ready = document.documentElement.dataset.ready;
+    observed.sections = document.querySelectorAll("section").length;
+    observed.charts = charts.length;
+    observed.drawn = charts.filter((c) => c.querySelector("svg.main-svg")).length;
+    observed.claims = section.querySelectorAll(".claims li").length;
+    observed.verdicts = [...section.querySelectorAll(".claims .verdict")].map((v) => v.textContent);
+    observed.squares = [...document.querySelectorAll(".square")].map((s) => s.title.split(":")[0]);
     const all = document.querySelectorAll(".claims .verdict");
-    found.all = [...all].map((v) => v.textContent);
+    observed.all = [...all].map((v) => v.textContent);
     document.querySelectorAll(".square")[3].click(); await pause(300);
-    found.target = document.querySelector(".claims li:target").textContent;
+    observed.target = document.querySelector(".claims li:target").textContent;
     const lines = () => charts.map((c) => c.querySelectorAll("g.trace.scatter").length);
     const choose = () => chart.emit("plotly_legendclick", { curveNumber: 0 });
-    found.legends = charts.map((c) => c.querySelectorAll("g.legend g.traces").length);
-    found.curves = charts.map((c) => c.data?.length ?? 0);
+    observed.legends = charts.map((c) => c.querySelectorAll("g.legend g.traces").length);
+    observed.curves = charts.map((c) => c.data?.length ?? 0);
     const ticks = section.querySelectorAll(".xtick text, .ytick text");
-    found.ticks = [...ticks].map((t) => t.textContent);
-    found.endings = [...chart.querySelectorAll(".annotation-text")].map((t) => t.textContent);
-    found.before = lines();
+    observed.ticks = [...ticks].map((t) => t.textContent);
+    observed.endings = [...chart.querySelectorAll(".annotation-text")].map((t) => t.textContent);
+    observed.before = lines();
     choose(); await pause(300);
-    found.hidden = lines();
+    observed.hidden = lines();
     choose(); await pause(300);
-    found.shown = lines();
+    observed.shown = lines();
     const range = () => chart.layout.xaxis.range.slice();
-    found.range = range();
+    observed.range = range();
     await Plotly.relayout(chart, { "xaxis.range": [0, 0.5] });
-    found.zoomed = range();
+    observed.zoomed = range();
     choose(); await pause(300); choose(); await pause(300);
-    found.kept = range();
+    observed.kept = range();
     Plotly.Fx.hover(chart, [{ curveNumber: 0, pointNumber: 1 }]); await pause(300);
-    found.hover = chart.querySelectorAll("g.hovertext").length;
+    observed.hover = chart.querySelectorAll("g.hovertext").length;
     for (const fold of section.querySelectorAll("details")) fold.open = true;
     await until(() => section.querySelectorAll("details table").length === 2);
-    found.rows = section.querySelectorAll("details table tbody tr").length;
-    found.setup = section.querySelector(".setup").textContent.includes("torch");
-    found.background = getComputedStyle(document.body).backgroundColor;
-    found.ink = getComputedStyle(document.body).color;
-    found.width = document.documentElement.scrollWidth;
-    found.window = window.innerWidth;
-    found.chartwidth = chart.querySelector("svg.main-svg").getBoundingClientRect().right;
-  } catch (error) { found.error = String(error); }
+    observed.rows = section.querySelectorAll("details table tbody tr").length;
+    observed.setup = section.querySelector(".setup").textContent.includes("torch");
+    observed.background = getComputedStyle(document.body).backgroundColor;
+    observed.ink = getComputedStyle(document.body).color;
+    observed.width = document.documentElement.scrollWidth;
+    observed.window = window.innerWidth;
+    observed.chartwidth = chart.querySelector("svg.main-svg").getBoundingClientRect().right;
+  } catch (error) { observed.error = String(error); }
   const node = document.createElement("pre");
-  node.id = "probe"; node.textContent = JSON.stringify(found);
+  node.id = "probe"; node.textContent = JSON.stringify(observed);
   document.body.append(node);
 })();
 </script>
@@ -91,7 +91,7 @@ PROBE = """
 
 
 def browse(path, *options):
-    """Return the DOM after scripts have run, and what was said on the console."""
+    """Return the DOM after scripts have run, and the messages of the console."""
     result = subprocess.run(
         [
             BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
@@ -117,43 +117,45 @@ def probed(tmp_path_factory):
 
 def probe(path, *options):
     dom, console = browse(path, *options)
-    found = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.S)
-    assert found, dom[-2000:]
-    values = json.loads(found[1].replace("&amp;", "&").replace("&gt;", ">"))
+    observed = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.S)
+    assert observed, dom[-2000:]
+    values = json.loads(observed[1].replace("&amp;", "&").replace("&gt;", ">"))
     assert "error" not in values, values["error"]
     return values, console
 
 
 def test_charts_can_be_zoomed_pointed_at_and_chosen_from_without_errors(probed):
-    found, console = probe(probed, "--window-size=1400,1000")
-    assert "error" not in found, found
+    observed, console = probe(probed, "--window-size=1400,1000")
+    assert "error" not in observed, observed
     assert console == []
-    assert found["ready"] == "yes"
-    assert found["sections"] == 2
-    assert found["drawn"] == found["charts"] == 9  # four panels for each law, and one for both
-    assert found["claims"] == len(found["verdicts"]) == len(transition.CLAIMS)
-    assert set(found["verdicts"]) <= {"holds", "does not hold", "undecided"}
-    assert found["squares"] == found["all"]  # one picture of all verdicts
-    assert found["target"].startswith(found["verdicts"][3])
-    assert found["legends"] == found["curves"]
-    assert found["endings"] == ["8 were trained"]
-    assert all(re.fullmatch(r"[−-]?[\d.,]+", tick) for tick in found["ticks"]), found["ticks"]
-    assert found["before"] == found["shown"]
-    less = [a - b for a, b in zip(found["before"], found["hidden"], strict=True)]
+    assert observed["ready"] == "yes"
+    assert observed["sections"] == 2
+    assert (
+        observed["drawn"] == observed["charts"] == 9
+    )  # four panels for each law, and one for both
+    assert observed["claims"] == len(observed["verdicts"]) == len(transition.CLAIMS)
+    assert set(observed["verdicts"]) <= {"holds", "does not hold", "undecided"}
+    assert observed["squares"] == observed["all"]  # one picture of all verdicts
+    assert observed["target"].startswith(observed["verdicts"][3])
+    assert observed["legends"] == observed["curves"]
+    assert observed["endings"] == ["8 were trained"]
+    assert all(re.fullmatch(r"[−-]?[\d.,]+", tick) for tick in observed["ticks"]), observed["ticks"]
+    assert observed["before"] == observed["shown"]
+    less = [a - b for a, b in zip(observed["before"], observed["hidden"], strict=True)]
     assert less == [1] * 8 + [0]  # hidden in every panel that has it
-    assert found["zoomed"] == [0, 0.5] != found["range"]
-    assert found["kept"] == found["zoomed"]  # choosing curves does not undo a zoom
-    assert found["hover"] == 1
-    assert found["rows"] > 100
-    assert found["setup"]
+    assert observed["zoomed"] == [0, 0.5] != observed["range"]
+    assert observed["kept"] == observed["zoomed"]  # choosing curves does not undo a zoom
+    assert observed["hover"] == 1
+    assert observed["rows"] > 100
+    assert observed["setup"]
 
 
 def test_it_fits_a_phone(probed):
-    found, console = probe(probed, "--window-size=390,844")
+    observed, console = probe(probed, "--window-size=390,844")
     assert console == []
-    assert found["window"] <= 500
-    assert found["width"] <= found["window"]
-    assert found["chartwidth"] <= found["window"]
+    assert observed["window"] <= 500
+    assert observed["width"] <= observed["window"]
+    assert observed["chartwidth"] <= observed["window"]
 
 
 def brightness(colour):

@@ -23,9 +23,9 @@ addEventListener("load", () => setTimeout(() => {
     dial.dispatchEvent(new Event("input", { bubbles: true }));
     seen.push(document.documentElement.dataset.numbers);
   }
-  const found = document.createElement("pre");
-  found.id = "seen"; found.textContent = JSON.stringify(seen.map((s) => JSON.parse(s)));
-  document.body.append(found);
+  const element = document.createElement("pre");
+  element.id = "seen"; element.textContent = JSON.stringify(seen.map((s) => JSON.parse(s)));
+  document.body.append(element);
 }, 1500));
 </script>
 """
@@ -52,29 +52,29 @@ def test_it_loads_nothing_from_elsewhere(page):
 
 
 def test_its_numbers_are_those_of_the_theory():
-    found = theory(0.0)
-    assert found["coupling"] == pytest.approx(0, abs=1e-12)
-    assert found["M8"]["gamma"] == pytest.approx(8)
-    assert found["M8"]["correlation"] == pytest.approx(0, abs=1e-9)
+    result = theory(0.0)
+    assert result["coupling"] == pytest.approx(0, abs=1e-12)
+    assert result["M8"]["gamma"] == pytest.approx(8)
+    assert result["M8"]["correlation"] == pytest.approx(0, abs=1e-9)
     # independent members: the variance of a mean of eight is an eighth
-    member, mean = (torch.tensor(found["M8"][k]) for k in ("member", "ensemble"))
+    member, mean = (torch.tensor(result["M8"][k]) for k in ("member", "ensemble"))
     assert torch.allclose(mean, member / 8**0.5, atol=1e-6)
     assert theory(1.0)["M8"]["error"] == pytest.approx(theory(1.0)["M8"]["ensemble_error"])
 
 
 def test_numbers_do_not_depend_on_what_is_drawn():
-    found = set()
+    couplings = set()
     for seed in range(8):  # of two members, whose signs are often the same, some were one model
         torch.manual_seed(seed)
-        found.add(round(theory(0.9925)["coupling"], 9))
-    assert len(found) == 1
+        couplings.add(round(theory(0.9925)["coupling"], 9))
+    assert len(couplings) == 1
 
 
 @NEEDS_CHROMIUM
 @pytest.mark.parametrize("p", [0.05, 0.43, 0.79, 0.955, 0.9925])
 def test_the_page_interpolates_to_half_a_per_cent(page, tmp_path, p):
     text = in_chromium(f"{page.as_uri()}#f=0&a=0&d=0&m=2&p={p}", tmp_path)
-    found = json.loads(html.unescape(re.search(r'data-numbers="(.*?)"', text)[1]))["now"]
+    shown = json.loads(html.unescape(re.search(r'data-numbers="(.*?)"', text)[1]))["now"]
     truth = theory(p)
 
     def close(ours, theirs):
@@ -82,9 +82,9 @@ def test_the_page_interpolates_to_half_a_per_cent(page, tmp_path, p):
         assert (ours - theirs).abs().max() <= 0.005 * max(1.0, float(theirs.abs().max()))
 
     for name in ("coupling", "width", "kernels"):
-        close(found[name], truth[name])
+        close(shown[name], truth[name])
     for name in truth["M8"]:
-        close(found["after"][name], truth["M8"][name])
+        close(shown["after"][name], truth["M8"][name])
 
 
 @NEEDS_CHROMIUM

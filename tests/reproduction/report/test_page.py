@@ -26,15 +26,15 @@ def unpack(text):
 
 
 def data_of(text):
-    found = re.search(r'<script id="data" type="application/json">\n(.*?)\n</script>', text, re.S)
-    assert found
-    entries = json.loads(found[1])
+    match = re.search(r'<script id="data" type="application/json">\n(.*?)\n</script>', text, re.S)
+    assert match
+    entries = json.loads(match[1])
     return [{**entry, "table": json.loads(unpack(entry["table"]))} for entry in entries]
 
 
 def library_of(text):
-    (found,) = re.findall(r'<script id="library" type="text/plain">(.*?)</script>', text, re.S)
-    return unpack(found)
+    (library,) = re.findall(r'<script id="library" type="text/plain">(.*?)</script>', text, re.S)
+    return unpack(library)
 
 
 def test_experiments_come_in_the_order_of_the_paper(folder):
@@ -83,7 +83,7 @@ def test_a_manifest_of_something_else_is_left_out_and_named(folder, tmp_path, te
         assert [entry["name"] for entry in page.collect(tmp_path)] == ["widths"]
 
 
-def test_a_missing_key_is_found_whichever_it_is(folder, tmp_path):
+def test_every_missing_key_is_reported(folder, tmp_path):
     here = shutil.copytree(folder / "widths" / "quick", tmp_path / "widths" / "quick")
     whole = json.loads((here / "manifest.json").read_text())
     for key in whole:

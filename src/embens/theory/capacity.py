@@ -1,0 +1,312 @@
+r"""Capacity: how many members fit into a network, in the linearised model.
+
+Averaging :math:`M` members divides the variance over initialisations by :math:`M`. Sharing weights
+adds an error, because at finite width kernels between members are random
+(:mod:`embens.theory.interference`). This module computes both and compares them.
+
+The weights of layer :math:`m` have the tangent kernel :math:`T^m`, within and between members. Its
+random part is modelled by :math:`n_m` normal features,
+
+.. math::
+    \hat\Theta_{ab} = \frac\gamma M \sum_m \hat T^m_{ab} + \delta_{ab}\, \Theta^{ind}_a , \qquad
+    \hat T^m_{ab} = \frac1{n_m} \sum_{j \le n_m} g^m_{aj}\, g^{m \top}_{bj} , \qquad
+    \mathrm{Cov}(g^m_{aj}, g^m_{bj}) = T^m_{ab} .
+
+The number of features makes the variance of :math:`\hat T^m_{ab}` equal to the interference of
+layer :math:`m`. It is at most the number of weights, which inner layers reach. Gradient flow on the squared loss is solved for a few draws of these features; the
+prior of the outputs is integrated in closed form.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embens.checks import check_members, check_whole, short_repr
+from embens.ensemble import EmbeddedEnsemble
+from embens.optim import Gamma
+from embens.theory.blocks import kernels
+from embens.theory.interference import interference, layer_names
+from embens.theory.kernel import Kernels, MemberKernel, resolve_gamma
+from embens.theory.problem import check_targets
+
+_PERCEPTRON_INPUTS = 16
+_IMAGE_INPUTS = 4
+_MANY_FEATURES = 40
+"""Layers with this many features for each train output count as deterministic."""
+
+
+@dataclass(frozen=True)
+class BestMembers:
+    """Predicted errors of ensembles with different numbers of members.
+
+    Attributes:
+        best: Number of members with the smallest error.
+        members: Numbers of members that were compared.
+        errors: Mean squared test error of the ensemble mean, ``(candidate,)``.
+        bias: Part of ``errors`` that averaging over initialisations leaves.
+        variance: Part of ``errors`` from the outputs at initialisation.
+        separate: Error of as many separate, infinitely wide networks, ``(candidate,)``.
+        features: Number of random features of each layer.
+    """
+
+    best: int
+    members: tuple[int, ...]
+    errors: Tensor
+    bias: Tensor
+    variance: Tensor
+    separate: Tensor
+    features: dict[str, float]
+    __repr__ = short_repr
+
+    @property
+    def excess(self) -> Tensor:
+        """Error that sharing adds to that of separate, infinitely wide networks."""
+        return self.errors - self.separate
+
+
+def best_members(
+    ensemble: EmbeddedEnsemble,
+    x_train: Tensor,
+    y_train: Tensor,
+    x_test: Tensor,
+    y_test: Tensor,
+    *,
+    members: Sequence[int] = (1, 2, 4, 8, 16),
+    gamma: Gamma = None,
+    time: float = math.inf,
+    draws: int = 4,
+    generator: torch.Generator | None = None,
+) -> BestMembers:
+    r"""Predict the number of members with the smallest error, for the width of a network.
+
+    Assumptions: the network is a perceptron or a convolutional network in ``nn.Sequential``; it is
+    so wide that training is linear (features do not change); all members are trained on the squared
+    loss by gradient flow; the random part of each layer's kernel acts as independent normal
+    features. Tails of the laws enter the variance between members, but not the fluctuation of a
+    member's own kernel, for which see :func:`~embens.theory.effective_width`.
+
+    Args:
+        ensemble: An ensemble; its laws and widths matter, its number of members does not.
+        x_train: Train inputs, ``(n, …)``.
+        y_train: Train targets, ``(n,)`` or ``(n, k)``.
+        x_test: Test inputs, ``(test, …)``.
+        y_test: Test targets, ``(test,)`` or ``(test, k)``.
+        members: Numbers of members to compare. The cost grows as ``(members * n)**3``.
+        gamma: Gradient scale: a number, a function of M, or None for the natural scale.
+        time: Duration of training in units of the rate, as in
+            :func:`~embens.theory.gradient_flow`.
+        draws: Number of draws of the features.
+        generator: Source of randomness; None means a fixed seed.
+
+    Returns:
+        Predicted errors and the best number of members.
+
+    Raises:
+        TypeError: If the network has no formula for its interference.
+        ValueError: If shapes do not fit, or a number of members is not positive.
+
+    Example:
+        >>> from embens import embed, laws, networks
+        >>> net = networks.mlp(2, 256, depth=2, weight_std=2**0.5)
+        >>> signs = embed(net, 4, pre=None, post=laws.Signs(0.0))
+        >>> x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+        >>> report = best_members(signs, x[:10], x[:10, 0], x[10:], x[10:, 0], members=(1, 8))
+        >>> report.best
+        8
+    """
+    candidates = tuple(check_members(count) for count in members)
+    check_whole("draws", draws)
+    if not time > 0:
+        raise ValueError(f"time must be a positive number or infinity; got {time!r}.")
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    x = torch.cat([x_train, x_test])
+    whole = kernels(ensemble, x)
+    n = len(x_train)
+    y = check_targets(y_train, whole.nngp.same[:n, :n]).reshape(n, -1)
+    target = check_targets(y_test, whole.nngp.same[n:, n:]).reshape(len(x_test), -1)
+    blocks = layer_blocks(ensemble, x, count=_few_inputs(x))
+    problem = _Problem(whole, blocks, y, target, time)
+    rows = [problem.errors(count, gamma, draws, generator) for count in candidates]
+    bias, variance, separate = (torch.stack(column) for column in zip(*rows, strict=True))
+    errors = bias + variance
+    return BestMembers(
+        best=candidates[int(errors.argmin())],
+        members=candidates,
+        errors=errors,
+        bias=bias,
+        variance=variance,
+        separate=separate,
+        features={name: block.features for name, block in blocks.items()},
+    )
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """Tangent kernel of one layer's weights.
+
+    Attributes:
+        kernel: Its limit, within and between members.
+        features: Number of normal features with the same variance between members.
+    """
+
+    kernel: MemberKernel
+    features: float
+
+
+def layer_blocks(ensemble: EmbeddedEnsemble, x: Tensor, *, count: int) -> dict[str, LayerBlock]:
+    """Return the tangent kernels of all layers and their numbers of features.
+
+    Args:
+        ensemble: An ensemble.
+        x: Inputs, ``(n, …)``.
+        count: Number of inputs that the numbers of features are computed from.
+    """
+    blocks = {}
+    indices = torch.linspace(0, len(x) - 1, min(count, len(x))).round().long().unique()
+    for name in layer_names(ensemble, x):
+        only = _with_one_trainable_layer(ensemble, name)
+        kernel = kernels(only, x).ntk_shared
+        variance = interference(only, x[indices], members=1, gamma=1.0)
+        same = kernel.same.diagonal()[indices]
+        cross = kernel.cross[indices][:, indices]
+        expected = torch.outer(same, same) + cross**2
+        # A layer has at most as many features as weights. Inner layers reach this number.
+        features = float(only.reference.get_submodule(name).weight.numel())  # type: ignore[union-attr]
+        if variance.sum() > 0:
+            features = min(features, float(expected.sum() / variance.sum()))
+        blocks[name] = LayerBlock(kernel, features)
+    return blocks
+
+
+def _with_one_trainable_layer(ensemble: EmbeddedEnsemble, name: str) -> EmbeddedEnsemble:
+    """Return a copy of an ensemble in which the weights of all other layers are frozen."""
+    ensemble = copy.deepcopy(ensemble)
+    ensemble.reference.requires_grad_(False)
+    ensemble.reference.get_submodule(name).requires_grad_(True)
+    return ensemble
+
+
+def _few_inputs(x: Tensor) -> int:
+    return _PERCEPTRON_INPUTS if x.dim() == 2 else _IMAGE_INPUTS
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Kernels of train and test data together, train data first.
+
+    Attributes:
+        kernels: The limit.
+        blocks: Tangent kernels of layers.
+        y: Train targets, ``(n, k)``.
+        target: Test targets, ``(test, k)``.
+        time: Duration of training.
+    """
+
+    kernels: Kernels
+    blocks: dict[str, LayerBlock]
+    y: Tensor
+    target: Tensor
+    time: float
+
+    def errors(
+        self, members: int, gamma: Gamma, draws: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return bias and variance of the ensemble, and the error of separate networks."""
+        n = len(self.y)
+        train = Kernels.of_blocks([block[:n, :n] for block in self.kernels.blocks])
+        scale = resolve_gamma(train, members, gamma) / members
+        bias = variance = self.y.new_zeros(())
+        for _ in range(draws):
+            train_kernel, carry = self._draw(members, scale, generator)
+            weights = self._responses(train_kernel, carry)
+            bias = bias + self._bias(weights) / draws
+            variance = variance + self._variance(weights, members) / draws
+        alone = self.kernels.ntk_shared.same + self.kernels.ntk_individual.same
+        weights = self._responses(alone[None, :n, None, :n], alone[n:, None, :n])
+        separate = self._bias(weights) + self._variance(weights, 1) / members
+        return bias, variance, separate
+
+    def _draw(
+        self, members: int, scale: float, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Draw the tangent kernel.
+
+        Returns:
+            The kernel of the train data ``(member, n, member, n)``, and that of the ensemble mean
+            on test data with the train data ``(test, member, n)``.
+        """
+        n = len(self.y)
+        train_kernel, carry = self._mean_blocks(self.kernels.ntk_individual, members)
+        for block in self.blocks.values():
+            if block.features > _MANY_FEATURES * members * n:
+                more_train, more_carry = self._mean_blocks(block.kernel, members)
+            else:
+                count = max(1, round(block.features))
+                features = _draw_features(block.kernel, members, count, generator)
+                train_features = features[:, :n]
+                mean_features = features[:, n:].mean(0)
+                more_train = torch.tensordot(train_features, train_features, ([2], [2])) / count
+                more_carry = torch.tensordot(mean_features, train_features, ([1], [2])) / count
+            train_kernel = train_kernel + scale * more_train
+            carry = carry + scale * more_carry
+        return train_kernel, carry
+
+    def _mean_blocks(self, kernel: MemberKernel, members: int) -> tuple[Tensor, Tensor]:
+        """Return a kernel without randomness, as :meth:`_draw` does."""
+        n = len(self.y)
+        train = MemberKernel(kernel.same[:n, :n], kernel.cross[:n, :n]).dense(members)
+        mean, _ = kernel.modes(members)
+        carry = mean[n:, :n] / members
+        return train.permute(0, 2, 1, 3), carry[:, None].expand(-1, members, -1)
+
+    def _responses(self, train: Tensor, carry: Tensor) -> Tensor:
+        """Return weights of the train residuals in the ensemble mean, ``(test, member, n)``."""
+        test, members, n = carry.shape
+        size = members * n
+        values, vectors = torch.linalg.eigh(train.reshape(size, size))
+        cutoff = 1e-10 * values[-1]
+        safe = values.clamp(min=cutoff)
+        gains = torch.where(values > cutoff, -torch.expm1(-safe * self.time / n) / safe, 0.0)
+        weights = (carry.reshape(test, size) @ vectors * gains) @ vectors.mT
+        return weights.reshape(test, members, n)
+
+    def _bias(self, weights: Tensor) -> Tensor:
+        mean = weights.sum(1) @ self.y
+        return (mean - self.target).square().mean()
+
+    def _variance(self, weights: Tensor, members: int) -> Tensor:
+        """Return the variance of the ensemble mean over outputs at initialisation."""
+        nngp = self.kernels.nngp
+        test = len(weights)
+        identity = torch.eye(test).to(weights) / members
+        identity = identity[:, None].expand(-1, members, -1)
+        readout = torch.cat([-weights, identity], 2)  # of outputs at initialisation
+        own = torch.einsum("tai,ij,taj->t", readout, nngp.same - nngp.cross, readout)
+        total = readout.sum(1)
+        common = torch.einsum("ti,ij,tj->t", total, nngp.cross, total)
+        return (own + common).mean()
+
+
+def _draw_features(
+    kernel: MemberKernel, members: int, count: int, generator: torch.Generator
+) -> Tensor:
+    """Draw normal features of exchangeable members, ``(member, input, feature)``."""
+    mean, deviation = kernel.modes(members)
+    mean_root = _root(mean / members)
+    root = _root(deviation)
+    n = len(root)
+    noise = torch.randn(members + 1, n, count, generator=generator, dtype=root.dtype)
+    own = root @ noise[1:]
+    return mean_root @ noise[0] + own - own.mean(0)
+
+
+def _root(covariance: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
+    return vectors * values.clamp(min=0).sqrt()
