@@ -450,7 +450,7 @@ def test_scripted_modules_are_refused_by_name(compile_module):
 def test_a_lazy_layer_in_user_code_is_refused_by_name():
     reference = Returning(lambda y: y)
     reference.b = nn.LazyLinear(6)
-    with pytest.raises(ValueError, match="'b.weight' has no shape yet"):
+    with pytest.raises(ValueError, match=r"'b\.weight' has no shape yet"):
         embens.batch_ensemble(reference, 3)
 
 
