@@ -200,3 +200,45 @@ def test_members_of_a_frozen_network_have_no_shared_gradients():
     report = diagnose(ensemble, X, Y)
     assert not report.layers
     assert "none: members share no trainable parameters" in str(report)
+
+
+class TestSourceOfTheCoupling:
+    """The coupling is exact where the limit is known, and measured elsewhere."""
+
+    def report(self, reference, law):
+        generator = torch.Generator().manual_seed(0)
+        ensemble = embens.embed(reference, 4, pre=None, post=law, generator=generator)
+        x = torch.randn(40, 4, generator=generator)
+        return embens.diagnose(ensemble, x, torch.arange(40) % 3)
+
+    def residual(self, norm):
+        class Residual(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.stem, self.branch = nn.Linear(4, 32), nn.Linear(32, 32)
+                self.norm, self.head = norm, nn.Linear(32, 3)
+
+            def forward(self, x):
+                x = self.stem(x)
+                return self.head(torch.relu(self.norm(x + self.branch(torch.relu(x)))))
+
+        torch.manual_seed(0)
+        return Residual()
+
+    def test_is_exact_on_graphs_with_sums_and_norms(self):
+        norm = nn.LayerNorm(32, elementwise_affine=False)
+        report = self.report(self.residual(norm), laws.Signs(0.8))
+        assert report.regime.exact
+        assert "exact, from the infinite-width limit" in str(report)
+
+    def test_is_measured_with_batch_norm(self):
+        report = self.report(self.residual(nn.BatchNorm1d(32)), laws.Signs(0.8))
+        assert report.regime.measured
+        assert report.coupling == pytest.approx(report.cosine.mean)
+        assert "measured on this network" in str(report)
+        assert report.to_dict()["measured"] is True
+
+    def test_is_zero_by_the_laws_without_a_limit(self):
+        report = self.report(self.residual(nn.BatchNorm1d(32)), laws.Signs(0.0))
+        assert report.coupling == 0
+        assert not report.regime.measured

@@ -42,6 +42,8 @@ def _parameters(ensemble: nn.Module) -> tuple[list[tuple[Tensor, float]], list[T
             else:
                 standard = getattr(module, "parametrization", "standard") != "ntk"
                 fan_in = module.weight[0].numel()
+                if isinstance(module, nn.Embedding):
+                    fan_in = 1  # one token is one input
                 shared.append((parameter, fan_in**-0.5 if standard else 1.0))
     return shared, individual
 

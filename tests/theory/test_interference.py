@@ -198,7 +198,7 @@ class TestErrors:
 
     def test_per_member_layers_are_named(self):
         ensemble = embens.embed(embens.networks.mlp(5, 8, 2), 2, pre=None, post=SIGNS, own="last")
-        with pytest.raises(TypeError, match="'4' .*differ between members"):
+        with pytest.raises(TypeError, match=r"'4' .*differ between members"):
             theory.interference(ensemble, points(2))
 
     def test_modulated_inputs_are_named(self):

@@ -87,7 +87,7 @@ def diagnose(
     structure = None if ensemble.spec.separate else Structure(ensemble)
     biases = _output_biases(ensemble, structure)
     measurement = measure(ensemble, x, target, criterion, biases.values(), budget)
-    regime, natural_gamma = _limit(ensemble, measurement.x, structure)
+    regime, natural_gamma = _limit(ensemble, measurement, structure)
     rates = suggest_rates(ensemble, measurement, criterion, natural_gamma, budget.generator)
     gammas = natural_gamma, planned_factor * ensemble.members
     report = _make_report(ensemble, measurement, regime, gammas, rates)
@@ -140,16 +140,19 @@ def _output_biases(ensemble: EmbeddedEnsemble, structure: Structure | None) -> d
 
 def _limit(
     ensemble: EmbeddedEnsemble,
-    x: Any,
+    measurement: Measurement,
     structure: Structure | None,
 ) -> tuple[RegimeReport, float]:
-    """Return the regime, and the gradient scale that suits it."""
+    """Return the regime, and the gradient scale that suits it.
+
+    The coupling is exact where the limit is known, and measured elsewhere.
+    """
     members = ensemble.members
     if structure is None:
         return theory.regime(ensemble), ensemble.natural_gamma
     if are_equal(ensemble):
         return theory.regime(ensemble), 1.0
-    samples = few_samples(x)
+    samples = few_samples(measurement.x)
     if any(not site.hidden and site.law.overlap < 1 for site in ensemble.spec.sites):
         reason = "with modulated inputs or outputs, members are not exchangeable"
     elif samples is None:
@@ -160,14 +163,27 @@ def _limit(
             if regime.exact and samples.dim() == 2:
                 kernels = theory.kernels(ensemble, samples)
                 return regime, float(theory.natural_gamma(kernels, members))
+            if not regime.exact:
+                regime = _measured(regime, measurement)
             return regime, _gamma_at(regime.coupling, members)
         except (TypeError, ValueError, RuntimeError) as error:
             reason = f"without the limit: {str(error).splitlines()[0]}"
     coupling = structure.estimate()
     kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     explanation = f"{structure.explain(coupling)} ({reason})"
-    report = RegimeReport(kind, coupling, explanation, exact=False)
-    return report, _gamma_at(coupling, members)
+    report = _measured(RegimeReport(kind, coupling, explanation, exact=False), measurement)
+    return report, _gamma_at(report.coupling, members)
+
+
+def _measured(regime: RegimeReport, measurement: Measurement) -> RegimeReport:
+    """Replace an estimated coupling by the mean cosine between gradients of two members.
+
+    A coupling of 0 follows from the laws and stays: a cosine of finite width is never exactly 0.
+    """
+    if regime.coupling == 0 or len(measurement.gram) < 2:
+        return regime
+    cosine = _summarize_cosines(measurement.gram, 1.0).mean
+    return replace(regime, coupling=min(1.0, cosine), measured=True)
 
 
 def _gamma_at(coupling: float, members: int) -> float:

@@ -111,7 +111,7 @@ class Diagnosis:
 
     @property
     def coupling(self) -> float:
-        """The coupling of members in the infinite-width limit, from 0 to 1."""
+        """The coupling of members, from 0 to 1; ``regime.source`` says where it comes from."""
         return self.regime.coupling
 
     @property
@@ -145,6 +145,7 @@ class Diagnosis:
         values["reason"] = self.regime.reason
         values["coupling"] = self.regime.coupling
         values["exact"] = self.regime.exact
+        values["measured"] = self.regime.measured
         values["verdict"] = self.verdict
         values["rates"] = asdict(self.rates)
         values["cosine"] = asdict(self.cosine)
@@ -168,10 +169,8 @@ class Diagnosis:
         return "\n".join(line.rstrip() for line in lines)
 
     def _describe_regime(self) -> str:
-        source = "estimated from laws and structure"
-        if self.regime.exact:
-            source = "exact, from the infinite-width limit"
-        return f"{self.regime.value}, coupling {self.coupling:.3g} ({source}): {self.regime.reason}"
+        regime = self.regime
+        return f"{regime.value}, coupling {regime.coupling:.3g} ({regime.source}): {regime.reason}"
 
     def _describe_cosines(self) -> list[str]:
         if not self.layers:

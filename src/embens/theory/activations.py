@@ -1,9 +1,10 @@
 r"""Duals of activation modules.
 
 Closed forms exist for piecewise linear activations, erf, sine, cosine and GELU. Other smooth
-activations use quadrature (:mod:`embens.theory.quadrature`). A user's smooth activation needs one
-line, ``register_activation(MyActivation)``. For an activation with a kink, write a
-:class:`~embens.theory.Dual` and register a function that returns it.
+activations use quadrature (:mod:`embens.theory.quadrature`), and so do ELU, SELU and CELU, which
+have a kink at 0 (:mod:`embens.theory.kinks`). A user's smooth activation needs one line,
+``register_activation(MyActivation)``; for a kink at 0, ``register_activation(MyActivation,
+with_kink_at_zero)``. For other kinks, write a :class:`~embens.theory.Dual`.
 """
 
 import copy
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from embens import networks
 from embens.theory.closed_forms import Erf, Gelu, Homogeneous, Wave
 from embens.theory.expectations import Dual
+from embens.theory.kinks import Kinked
 from embens.theory.quadrature import Smooth
 
 
@@ -108,6 +110,31 @@ def by_quadrature(module: nn.Module) -> Dual:
     return Smooth(module, name)
 
 
+def with_kink_at_zero(module: nn.Module) -> Dual:
+    """Return the dual of an activation that is smooth on both sides of 0.
+
+    Args:
+        module: The activation, which must act elementwise; it is copied to float64 on the CPU.
+
+    Raises:
+        ValueError: If the module is random, or does not act elementwise.
+
+    Example:
+        >>> one = torch.ones(1, dtype=torch.float64)
+        >>> f, g, _ = with_kink_at_zero(nn.ReLU()).same(one, one, 0 * one, None)
+        >>> round(f.item(), 9), round(g.item(), 9)  # 1/2π, 1/4
+        (0.159154943, 0.25)
+    """
+    by_quadrature(module)  # raises unless the module acts elementwise
+    module = copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False)
+
+    def slope(x: Tensor) -> Tensor:
+        _, pull_back = torch.func.vjp(module, x)
+        return pull_back(torch.ones_like(x))[0]
+
+    return Kinked(module, slope, str(module))
+
+
 def _softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
@@ -174,6 +201,10 @@ def _(module: nn.Mish) -> Dual:
 @cache
 def _mish_dual() -> Dual:
     return Smooth(lambda x: x * _softplus(x).tanh(), "Mish")
+
+
+for _kind in (nn.ELU, nn.SELU, nn.CELU):
+    register(_kind, with_kink_at_zero)
 
 
 _STATELESS = (nn.Tanh, nn.Sigmoid, nn.SiLU, nn.LogSigmoid, nn.Tanhshrink)

@@ -13,8 +13,9 @@ random part is modelled by :math:`n_m` normal features,
     \mathrm{Cov}(g^m_{aj}, g^m_{bj}) = T^m_{ab} .
 
 The number of features makes the variance of :math:`\hat T^m_{ab}` equal to the interference of
-layer :math:`m`. It is at most the number of weights, which inner layers reach. Gradient flow on the squared loss is solved for a few draws of these features; the
-prior of the outputs is integrated in closed form.
+layer :math:`m`. It is at most the number of weights, which inner layers reach. Gradient flow on the
+squared loss is solved for a few draws of these features; the prior of the outputs is integrated in
+closed form.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from embens.theory.ensembles import (
 )
 from embens.theory.expectations import Dual
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
+from embens.theory.lookup import look_up  # noqa: F401 (registers a rule)
 from embens.theory.moments import DIAGONAL, MEASURE, Pass, Recorded, State, describe
 from embens.theory.normalisation import normalise  # noqa: F401 (registers rules)
 from embens.theory.pixels import count_poolings
@@ -424,6 +425,8 @@ def _require_limit(ensemble: EmbeddedEnsemble) -> None:
 
 def _is_chain(network: nn.Module) -> bool:
     """Return True if a network is layers and activations in ``nn.Sequential``, without code."""
+    if any(isinstance(module, nn.Embedding) for module in network.modules()):
+        return False  # its inputs are tokens, which the walk over a graph reads
     if has_rule(network) and not isinstance(network, nn.Sequential):
         return True
     for module in network.children() if isinstance(network, nn.Sequential) else [network]:

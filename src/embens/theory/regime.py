@@ -53,7 +53,8 @@ class RegimeReport:
         regime: The regime.
         coupling: :math:`r`, from 0 (independent) to 1 (equal members); negative if members repel.
         reason: Explanation in words.
-        exact: True if the coupling comes from the kernels of the limit; otherwise it is an estimate
+        exact: True if the coupling comes from the kernels of the limit.
+        measured: True if it was measured on a finite network. If neither is true, it is an estimate
             from laws and structure.
 
     Example:
@@ -68,6 +69,16 @@ class RegimeReport:
     coupling: float
     reason: str
     exact: bool
+    measured: bool = False
+
+    @property
+    def source(self) -> str:
+        """Origin of the coupling, in words."""
+        if self.exact:
+            return "exact, from the infinite-width limit"
+        if self.measured:
+            return "measured on this network, whose limit is not known"
+        return "estimated from laws and structure"
 
     @property
     def name(self) -> str:
@@ -97,9 +108,11 @@ class RegimeReport:
 def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     """Determine the regime of an ensemble and how strongly its members are coupled.
 
-    If the limit of the network is not known (norm layers, attention), the answer is an estimate
-    from laws and structure: independent if modulations are centred in the inputs of all last layers
-    and no shared bias follows.
+    The kernels come from the traced graph of the reference, so networks with sums, norm layers over
+    units and attention of scale 1/width have an exact answer. If an operation has no rule, the
+    answer is an estimate from laws and structure: independent if modulations are centred in the
+    inputs of all last layers and no shared bias follows. :func:`embens.diagnose` measures the
+    coupling in that case.
 
     Args:
         ensemble: The ensemble.

@@ -15,26 +15,21 @@ D_b, D_{ab}`, so their moments are known in closed form.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embens.laws import Constant, Law
 from embens.theory import activations
 from embens.theory.closed_forms import Homogeneous
+from embens.theory.kinks import sector_nodes
 from embens.theory.placement import Modulation
 
 DRAWS = 1024
 """Number of fixed draws of a channel's pixels."""
 
-_SECTOR_NODES = 16
-_RADIUS_NODES = 40
-_LARGEST_RADIUS = 9.0
 _SMOOTH_NODES = 17  # nodes of v for each member, where it is no factor of the activation
 
 
@@ -281,11 +276,6 @@ def _variance(values: Tensor, weights: Tensor) -> Tensor:
     return weights @ values**2 - mean**2
 
 
-def marginal(modulation: Modulation | None) -> Law:
-    """Return the law of one member's modulation; the constant 1 where there is none."""
-    return Constant() if modulation is None else modulation.marginal
-
-
 # --- Values of units -----------------------------------------------------------------------------
 
 
@@ -302,39 +292,8 @@ def _unit_nodes(first: Tensor, second: Tensor, between: Tensor) -> tuple[Tensor,
     """
     if first.shape[-1] > 1:
         return _draw_pixels(first, second, between)
-    return _sector_nodes(first[:, 0, 0], second[:, 0, 0], between[:, 0, 0])
-
-
-def _sector_nodes(q1: Tensor, q2: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return polar nodes for two normal variables.
-
-    The plane is cut where one of the variables is 0, so that activations may have a kink there.
-    """
-    roots = (q1 * q2).sqrt()
-    rho = (c / roots.clamp(min=1e-300)).clamp(-1, 1)
-    sine = (1 - rho**2).sqrt()
-    cut = torch.atan2(-rho, sine)
-    half = torch.full_like(cut, math.pi / 2)
-    edges = torch.stack([-half, cut, half, cut + math.pi, 3 * half], 1)
-    x, w = _legendre(_SECTOR_NODES, q1)
-    width = edges.diff(dim=1).unsqueeze(-1)
-    angles = (edges[:, :-1].unsqueeze(-1) + width * x).flatten(1)
-    angle_weights = (width * w / (2 * math.pi)).flatten(1)
-    x, w = _legendre(_RADIUS_NODES, q1)
-    radii = _LARGEST_RADIUS * x
-    radius_weights = _LARGEST_RADIUS * w * radii * torch.exp(-(radii**2) / 2)
-    direction1 = torch.cos(angles)
-    direction2 = rho[:, None] * direction1 + sine[:, None] * torch.sin(angles)
-    z1 = (q1.sqrt()[:, None] * direction1).unsqueeze(-1) * radii
-    z2 = (q2.sqrt()[:, None] * direction2).unsqueeze(-1) * radii
-    weights = angle_weights.unsqueeze(-1) * radius_weights
-    return z1.flatten(1).unsqueeze(-1), z2.flatten(1).unsqueeze(-1), weights.flatten(1)
-
-
-def _legendre(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return nodes and weights of Gauss–Legendre quadrature on [0, 1]."""
-    x, w = np.polynomial.legendre.leggauss(count)
-    return torch.tensor((x + 1) / 2).to(like), torch.tensor(w / 2).to(like)
+    nodes = sector_nodes(first[:, 0, 0], second[:, 0, 0], between[:, 0, 0])
+    return nodes.first.unsqueeze(-1), nodes.second.unsqueeze(-1), nodes.weights
 
 
 def _draw_pixels(first: Tensor, second: Tensor, between: Tensor) -> tuple[Tensor, Tensor, Tensor]:

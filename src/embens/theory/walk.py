@@ -7,6 +7,7 @@ layer are :class:`~embens.theory.streams.Stream`.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from embens.networks import Abs, Cos, Erf, Sin
-from embens.theory.moments import MEASURE, Moments, State, describe
+from embens.theory.attention import Scores, Weights, attend, normalise_scores, score
+from embens.theory.moments import MEASURE, PAIRS, Moments, State, describe
 from embens.theory.pixels import AVERAGES, keep_diagonal
 from embens.theory.recursion import has_rule, propagate, unknown
 from embens.theory.streams import (
@@ -45,6 +47,18 @@ _RESHAPE = {torch.flatten, torch.reshape, torch.squeeze, "flatten", "reshape", "
 _TRANSPOSE = {torch.transpose, "transpose", "permute", torch.permute}
 _UNCHANGED = {"contiguous", "clone", "float", "double", "to", "type_as"}
 _MEAN = {torch.mean, "mean"}
+_MATMUL = {operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"}
+_SOFTMAX = {torch.softmax, F.softmax, "softmax"}
+_MAXIMUM = {
+    F.max_pool1d,
+    F.max_pool2d,
+    F.max_pool3d,
+    torch.max,
+    torch.amax,
+    torch.maximum,
+    "max",
+    "amax",
+}
 _MODULES: dict[Any, type[nn.Module]] = {
     torch.relu: nn.ReLU,
     F.relu: nn.ReLU,
@@ -207,12 +221,12 @@ class Walk:
             streams = _streams(args, depth)
             if node.op == "call_module":
                 values[node] = self._module(node, streams[0], state, depth)
-            elif any(isinstance(value, Stream) for value in _flat(streams)):
+            elif any(isinstance(value, Stream | Scores | Weights) for value in _flat(streams)):
                 values[node] = self._operate(node, streams, kwargs)
             else:
                 values[node] = self._compute(node, args, kwargs)
             for value in _flat([values[node]]):
-                if isinstance(value, Stream):
+                if isinstance(value, Stream | Scores | Weights):
                     depth = max(depth, value.depth)
         raise AssertionError("a graph ends in an output")
 
@@ -220,7 +234,10 @@ class Walk:
         """Apply the rule of a module, or the module itself before the first layer."""
         path = str(node.target)
         module = self.network.get_submodule(path)
-        is_layer = isinstance(module, nn.Linear | _ConvNd)
+        is_layer = isinstance(module, nn.Linear | _ConvNd | nn.Embedding)
+        if isinstance(value, Tensor):  # does not depend on the inputs, such as positions
+            assert start.inputs is not None
+            value = Concrete(*[value.expand(len(x), *value.shape) for x in start.inputs])
         if not isinstance(value, Stream) and not is_layer:
             if isinstance(module, _NormBase) or any(True for _ in module.parameters()):
                 raise unknown(module, path)
@@ -252,14 +269,20 @@ class Walk:
         """Apply the rule of a function or a method to streams."""
         target: Any = node.target
         first = args[0]
+        if isinstance(first, Scores | Weights) or target in _MATMUL:
+            return self._attention(node, args, kwargs)
         if target in _ADD or target in _MULTIPLY or target in _DIVIDE:
             return self._arithmetic(node, args)
         if target in _CONCATENATE:
             return self._concatenate(node, args, kwargs)
         if target in _SPLIT:
             return self._split(node, first)
+        if target is F.scaled_dot_product_attention:
+            return self._scaled_attention(node, args, kwargs)
         if target is operator.getitem and isinstance(first, list):
             return first[args[1]]
+        if target is operator.getitem:
+            return self._select(node, first, args[1])
         if target in _UNCHANGED:
             return first
         if target in _RESHAPE:
@@ -302,6 +325,58 @@ class Walk:
             number = 1 / number
         return stream.map(lambda state: scaled(state, number**2))
 
+    def _attention(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Apply the rule of scores, their softmax, or the mean of values with its weights."""
+        target: Any = node.target
+        first = args[0]
+        second = args[1] if len(args) > 1 else None
+        if target in _MATMUL and isinstance(second, Stream):
+            if isinstance(first, Weights):
+                return attend(first, second)
+            if isinstance(first, Stream):
+                return score(first, second)
+        if isinstance(first, Scores) and isinstance(second, int | float):
+            if target in _MULTIPLY:
+                return first.scaled(second)
+            if target in _DIVIDE:
+                return first.scaled(1 / second)
+        axis = kwargs.get("dim", second)
+        if isinstance(first, Scores) and target in _SOFTMAX and axis in (-1, 2):
+            return normalise_scores(first)
+        raise self._no_rule(node)
+
+    def _scaled_attention(
+        self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]
+    ) -> Stream:
+        """Apply the rule of ``F.scaled_dot_product_attention`` without a mask."""
+        queries, keys, values = args[:3]
+        scale = kwargs.get("scale")
+        options = {name for name in kwargs if name != "scale" and kwargs[name]}
+        if len(args) > 3 or options or not isinstance(queries, Stream):
+            raise self._no_rule(node)
+        transposed = keys.map(lambda s: s.replace(features_last=not s.features_last))
+        scores = score(queries, transposed)
+        if scale is None:
+            scale = scores.width**-0.5
+        weights = normalise_scores(scores.scaled(scale))
+        return attend(weights, values.at(weights.depth))
+
+    def _select(self, node: torch.fx.Node, stream: Any, index: Any) -> Stream:
+        """Select one token, ``x[:, i]``."""
+        is_token = isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None)
+        if not isinstance(stream, Stream) or not is_token or not isinstance(index[1], int):
+            raise self._no_rule(node)
+        token = index[1]
+
+        def select(state: State) -> State:
+            if state.spatial != 1 or not state.features_last or state.flat:
+                raise self._no_rule(node)
+            axes = (token, token) if state.layout == PAIRS else (token,)
+            after = state.map(lambda kernel: kernel[(..., *axes)])
+            return after.replace(layout=None, spatial=0, features_last=False)
+
+        return stream.map(select)
+
     def _concatenate(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Stream:
         streams = list(args[0])
         axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
@@ -333,11 +408,14 @@ class Walk:
             )
 
     def _reshape(self, node: torch.fx.Node, stream: Stream) -> Stream:
-        """Flatten pixels and features; other shapes have no rule."""
+        """Flatten pixels and features, or all pixels; other shapes have no rule."""
         before = self.shapes[node.all_input_nodes[0]]
         after = self.shapes[node]
         if before == after:
             return stream
+        state = stream.parts[0].state
+        if len(after) == 3 and after[:2] == before[:2] and not state.features_last:
+            return stream.map(_join_pixels)
         if len(after) != 2:
             raise self._no_rule(node)
 
@@ -412,6 +490,13 @@ class Walk:
 
     def _no_rule(self, node: torch.fx.Node) -> TypeError:
         name = getattr(node.target, "__name__", node.target)
+        if node.target in _MAXIMUM:
+            return TypeError(
+                f"max pooling has no limit here: the maximum of correlated units is not Gaussian "
+                f"and has no kernel in closed form.{_line(node)} Use average pooling, or write it "
+                "as an nn.Module and give that a rule with embens.theory.propagate.register. "
+                + MEASURE
+            )
         return TypeError(
             f"the infinite-width limit of the operation {name!r} is not known.{_line(node)} Write "
             "it as an nn.Module and give that a rule with embens.theory.propagate.register. "
@@ -420,14 +505,32 @@ class Walk:
 
 
 def mixes_pixels_anywhere(nodes: list[torch.fx.Node], network: nn.Module) -> bool:
-    """Return True if a graph averages over pixels, which needs all pairs of them."""
+    """Return True if a graph mixes pixels or tokens, which needs all pairs of them."""
     for node in nodes:
         if node.op == "call_module":
             if isinstance(network.get_submodule(str(node.target)), tuple(AVERAGES)):
                 return True
-        elif node.target in _MEAN or _MODULES.get(node.target) in AVERAGES:
+        elif node.target in _MEAN or node.target in _MATMUL:
+            return True
+        elif node.target is F.scaled_dot_product_attention:
+            return True
+        elif _MODULES.get(node.target) in AVERAGES:
             return True
     return False
+
+
+def _join_pixels(state: State) -> State:
+    """Return the kernels with one axis for all pixels of an input."""
+    if state.flat or not state.spatial:
+        raise ValueError(f"only pixels of images can be joined; got pixels {state.pixels}.")
+    groups = 2 if state.layout == PAIRS else 1
+    pixels = torch.Size(state.pixels).numel()
+
+    def join(kernel: Tensor) -> Tensor:
+        leading = kernel.shape[: kernel.dim() - groups * state.spatial]
+        return kernel.reshape(*leading, *(pixels,) * groups)
+
+    return state.map(join).replace(spatial=1)
 
 
 def start_state(inputs: tuple[Tensor, Tensor], poolings: int, facts: Any) -> State:
@@ -469,6 +572,8 @@ def _streams(args: Any, depth: int) -> list[Any]:
     """Return arguments with all streams numbered for the records that come next."""
 
     def renumber(value: Any) -> Any:
+        if isinstance(value, Scores):
+            return dataclasses.replace(value, state=value.state.replace(depth=depth))
         return value.at(depth) if isinstance(value, Stream) else value
 
     return [_map(arg, renumber) for arg in args]
