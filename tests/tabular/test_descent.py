@@ -35,6 +35,7 @@ def test_the_rate_rises_in_a_tenth_of_the_time_if_there_is_none_for_an_epoch(mon
     factor = descent.cosine_schedule(1000, 4, 10.0)
     assert factor(0) == pytest.approx(0.001)
     assert factor(1) == pytest.approx(0.5, rel=0.01)
+    assert factor(1) == factor(1)  # the same for all groups of parameters
     assert factor(2) == pytest.approx(1.0, rel=0.03)
 
 

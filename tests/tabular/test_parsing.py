@@ -66,7 +66,7 @@ COMMON = [
     (("history", "best_epoch"), 10**6, "history.best_epoch must be an integer from 1 to 1"),
     (("head", "temperature"), -1.0, "head.temperature must be above 0"),
     (("head", "scores"), torch.zeros(3, 7), "head.scores must be a tensor with 1 columns"),
-    (("ensemble",), torch.zeros(3), "tree.ensemble must be a tensor of bytes"),
+    (("ensembles",), [torch.zeros(3)], "tree.ensembles must be a list of tensors of bytes"),
 ]
 CLASSES = [
     (("head", "labels"), [("<U1000000000", ["a", "b"])], "labels must be classes of a plain type"),

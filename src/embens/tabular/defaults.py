@@ -14,6 +14,7 @@ from embens.laws import Law
 
 FAMILIES = ("batch_ensemble", "last_layer_dropout", "mc_dropout", "independent")
 TINY_ROWS = 50  # smaller tables are trained without held-out rows, in full batches and float64
+DEFAULT_MEMBERS = 16
 LARGE_ROWS = 5000  # from here on the learning rate is higher
 MAX_LEARNING_ROWS = 100_000  # rows from which bins and categories are learned
 MAX_HELD_OUT_ROWS = 10_000
@@ -58,6 +59,7 @@ class Arguments:
     time_limit: float | None = None
     refit: bool = False
     keep_members: Any = "all"
+    folds: int = 1
     calibrate: bool = True
     warm_start: bool = False
     random_state: Any = None
@@ -91,6 +93,7 @@ COUNTS = (
     "batch_size",
     "max_epochs",
     "patience",
+    "folds",
 )
 RANGES = {
     "p": (-1, 1),
@@ -135,6 +138,8 @@ def check_arguments(arguments: Arguments) -> None:
                 "keep_members chooses by validation rows, but refit=True trains with them. Use "
                 "one of the two."
             )
+    if arguments.folds > 1:
+        _check_folds(arguments)
     if arguments.law is None:
         return
     if not isinstance(arguments.law, Law):
@@ -144,6 +149,22 @@ def check_arguments(arguments: Arguments) -> None:
             "law must be None for family='independent', whose members have no modulations, "
             f"got {arguments.law!r}."
         )
+
+
+def _check_folds(arguments: Arguments) -> None:
+    """Raise ValueError if cross-fitting contradicts another argument."""
+    members = resolve(arguments.members, DEFAULT_MEMBERS)
+    if members % arguments.folds:
+        raise ValueError(
+            f"folds must divide the number of members, got folds={arguments.folds} and "
+            f"{members} members."
+        )
+    for name in ("time_limit", "refit", "keep_members", "validation_fraction"):
+        if getattr(arguments, name) != getattr(Arguments, name):
+            raise ValueError(
+                f"{name} needs one split of the rows, but folds={arguments.folds}. Use folds=1, "
+                f"or leave {name} at its default."
+            )
 
 
 def _check_number(
@@ -194,7 +215,7 @@ def choose_sizes(rows: int, arguments: Arguments) -> Sizes:
     if rows >= LARGE_ROWS:
         lr = 4e-3
     return Sizes(
-        members=resolve(arguments.members, 16),
+        members=resolve(arguments.members, DEFAULT_MEMBERS),
         p=resolve(arguments.p, 0.0),
         width=resolve(arguments.width, width),
         batch_size=batch_size,

@@ -7,6 +7,7 @@ validated, and those of the best epoch are kept.
 """
 
 import copy
+import functools
 import math
 import sys
 import time
@@ -251,6 +252,8 @@ def cosine_schedule(steps_per_epoch: int, epochs: int, seconds: float) -> Callab
     """
     start = time.monotonic()
 
+    # The scheduler asks once for each group of parameters, which all need the same factor.
+    @functools.lru_cache(maxsize=1)
     def factor(step: int) -> float:
         time_used = (time.monotonic() - start) / seconds
         progress = min(1.0, max(step / (steps_per_epoch * epochs), time_used))

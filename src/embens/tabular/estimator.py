@@ -29,8 +29,10 @@ from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes, check_arguments, choose_sizes
 from embens.tabular.display import Display
 from embens.tabular.frames import read_table
+from embens.tabular.groups import fit_groups
+from embens.tabular.perceptron import GroupedEnsemble
 from embens.tabular.predictor import predict_members
-from embens.tabular.preparation import prepare
+from embens.tabular.preparation import prepare, uses_groups
 from embens.tabular.targets import read_weights
 from embens.training import History
 
@@ -141,7 +143,10 @@ class TableEstimator(Display, Arguments, BaseEstimator):
                 table, target, weights, self, random_state, previous, classes, deadline
             )
             sizes = choose_sizes(len(prepared.train), self)
-            self.fitted_ = pipeline.fit(prepared, sizes, deadline, previous)
+            if uses_groups(self, len(prepared.train) + len(prepared.validation)):
+                self.fitted_ = fit_groups(prepared, sizes, previous)
+            else:
+                self.fitted_ = pipeline.fit(prepared, sizes, deadline, previous)
         if previous is None:
             for note in prepared.preprocessing.notes:
                 warn(note)
@@ -204,8 +209,8 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         return self.fitted_
 
     @property
-    def ensemble_(self) -> EmbeddedEnsemble:
-        """The trained :class:`embens.EmbeddedEnsemble`."""
+    def ensemble_(self) -> EmbeddedEnsemble | GroupedEnsemble:
+        """The trained :class:`embens.EmbeddedEnsemble`; with ``folds`` above 1 a group of them."""
         return self._get_fitted().ensemble
 
     @property
@@ -248,11 +253,14 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         """Losses of each member: in the best epoch of training and on the validation rows."""
         best_epoch = self.run_.best_epoch or len(self.run_.epochs)
         members = range(self.ensemble_.members)
-        trained = self.ensemble_.spec.chosen or members  # indices before members were selected
-        rows = []
+        trained: Any = members
+        if isinstance(self.ensemble_, EmbeddedEnsemble) and self.ensemble_.spec.chosen:
+            trained = self.ensemble_.spec.chosen  # indices before members were selected
+        row_of_member = {}
         for row in self.run_.members:
-            if row["epoch"] == best_epoch and row["member"] in trained:
-                rows.append(row)
+            if row["member"] in trained and row["epoch"] <= best_epoch:
+                row_of_member[row["member"]] = row  # the last one is that of the best epoch
+        rows = [row_of_member[member] for member in trained if member in row_of_member]
         frame = pandas.DataFrame(rows or None, members)
         frame = frame.rename_axis("member").drop(columns=["epoch", "member"], errors="ignore")
         if self.held_out_ is not None:

@@ -16,7 +16,7 @@ and an indicator if the training rows had missing values in that column.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -355,6 +355,47 @@ def embed(
     )
 
 
+class GroupedEnsemble(nn.Module):
+    """Several ensembles as one: the members of the first, then those of the second, and so on.
+
+    Args:
+        groups: the ensembles.
+
+    Attributes:
+        groups: the ensembles.
+
+    Shape:
+        ``(row, input)`` becomes ``(member, row, output)``.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> ensembles = [embens.batch_ensemble(network, members=2) for _ in range(3)]
+        >>> GroupedEnsemble(ensembles)(torch.zeros(5, 3)).shape
+        torch.Size([6, 5, 2])
+    """
+
+    def __init__(self, groups: Sequence[EmbeddedEnsemble]):
+        super().__init__()
+        self.groups = nn.ModuleList(groups)
+
+    @property
+    def members(self) -> int:
+        """Number of members of all groups."""
+        return sum(group.members for group in self.groups)  # type: ignore[misc]
+
+    def member(self, a: int) -> nn.Module:
+        """Return member ``a``, counted over all groups, as a plain module."""
+        for group in self.groups:
+            ensemble: Any = group
+            if a < ensemble.members:
+                return ensemble.member(a)
+            a -= ensemble.members
+        raise IndexError(f"there are {self.members} members only.")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([group(inputs) for group in self.groups])
+
+
 @torch.no_grad()
 def predict_constant_(ensemble: EmbeddedEnsemble, outputs: Tensor) -> None:
     """Change the last layer so that every member returns the same outputs for every row.
@@ -386,7 +427,7 @@ def predict_constant_(ensemble: EmbeddedEnsemble, outputs: Tensor) -> None:
 
 @torch.no_grad()
 def run_members(
-    ensemble: EmbeddedEnsemble, encoder: Encoder, numbers: Tensor, codes: Tensor
+    ensemble: "EmbeddedEnsemble | GroupedEnsemble", encoder: Encoder, numbers: Tensor, codes: Tensor
 ) -> Tensor:
     """Return the outputs of all members, ``(member, row, output)``, in evaluation mode."""
     ensemble.eval()

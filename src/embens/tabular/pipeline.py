@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from embens import EmbeddedEnsemble
 from embens.tabular import defaults
@@ -21,6 +22,7 @@ from embens.tabular.descent import train
 from embens.tabular.gaussians import MIN_SKEWNESS, GaussianHead
 from embens.tabular.perceptron import (
     Encoder,
+    GroupedEnsemble,
     Rows,
     build_network,
     embed,
@@ -45,7 +47,7 @@ class Fitted:
         preprocessing: the encoding of the columns.
         encoder: the inputs of the network.
         head: the calibrated head.
-        ensemble: the trained ensemble.
+        ensemble: the trained ensemble; several groups if ``folds`` is above 1.
         sizes: the chosen values of the arguments.
         run: the history of training.
         held_out: losses on the validation rows, of the "ensemble", of the "members", of the best
@@ -57,7 +59,7 @@ class Fitted:
     preprocessing: Preprocessing
     encoder: Encoder
     head: AnyHead
-    ensemble: EmbeddedEnsemble
+    ensemble: EmbeddedEnsemble | GroupedEnsemble
     sizes: Sizes
     run: History
     held_out: dict[str, Any] | None
@@ -86,6 +88,8 @@ def fit(
     can_refit = arguments.refit and is_first_fit
     if previous is None:
         ensemble = build_ensemble(prepared, sizes)
+    elif isinstance(previous.ensemble, GroupedEnsemble):
+        raise ValueError("folds cannot become 1 in a warm start. Use the folds of the first fit.")
     else:
         ensemble = previous.ensemble
     if deadline < math.inf:
@@ -355,34 +359,53 @@ def calibrate(
         The calibrated head; losses on the validation rows, or None if there are none; and a
         sentence if the ensemble is worse than the best constant prediction, else "".
     """
-    head = replace(prepared.head, temperature=1.0, scores=None)
     rows = prepared.validation
-    if len(rows) == 0:
+    has_validation = len(rows) > 0
+    if not has_validation:
         rows = prepared.train.thinned(TRANSFORM_ROWS)
     outputs = predict_rows(ensemble, prepared.encoder, rows)
-    constant = head.constant_outputs(prepared.train.target).expand(1, len(rows), -1)
-    constant_loss = float(head.metric(constant, rows.target))
-    held_out = None
-    if len(prepared.validation):
-        held_out = {
-            "ensemble": float(head.metric(outputs, rows.target)),
-            "members": [float(head.metric(member, rows.target)) for member in outputs.split(1)],
-            "constant": constant_loss,
-        }
-        if prepared.arguments.calibrate:
-            head = head.calibrated(outputs, rows.target)
-    loss = float(head.metric(outputs, rows.target))
-    problem = ""
-    if loss > constant_loss:
-        problem = (
-            f"The ensemble is worse than a constant prediction: its loss is {loss:.4g} on "
-            f"{len(rows)} rows, that of {head.constant_name} is {constant_loss:.4g}. Train longer, "
-            "or check that the columns of X explain y."
-        )
+    head, losses, problem = calibrate_outputs(
+        prepared, outputs, rows.target, has_temperature=has_validation
+    )
+    if not has_validation:
+        return head, None, problem
     if len(prepared.calibration):
         # Rows that nothing else has used. With too few of them the validation rows are used again.
         rows = prepared.calibration
         outputs = predict_rows(ensemble, prepared.encoder, rows)
-    if held_out is not None:
-        head = head.with_scores(outputs, rows.target)
-    return head, held_out, problem
+    return head.with_scores(outputs, rows.target), losses, problem
+
+
+def calibrate_outputs(
+    prepared: Prepared, outputs: Tensor, target: Tensor, *, has_temperature: bool = True
+) -> tuple[AnyHead, dict[str, Any], str]:
+    """Fit the temperature to outputs, and compare them with a constant prediction.
+
+    Args:
+        prepared: the head, the training rows and the arguments.
+        outputs: ``(member, row, output)``.
+        target: of the same rows.
+        has_temperature: whether the rows were held out, so that they can calibrate.
+
+    Returns:
+        The calibrated head, the losses, and a sentence if the outputs are worse than the best
+        constant prediction, else "".
+    """
+    head = replace(prepared.head, temperature=1.0, scores=None)
+    constant = head.constant_outputs(prepared.train.target).expand(1, len(target), -1)
+    losses = {
+        "ensemble": float(head.metric(outputs, target)),
+        "members": [float(head.metric(member, target)) for member in outputs.split(1)],
+        "constant": float(head.metric(constant, target)),
+    }
+    if has_temperature and prepared.arguments.calibrate:
+        head = head.calibrated(outputs, target)
+    loss = float(head.metric(outputs, target))
+    problem = ""
+    if loss > losses["constant"]:
+        problem = (
+            f"The ensemble is worse than a constant prediction: its loss is {loss:.4g} on "
+            f"{len(target)} rows, that of {head.constant_name} is {losses['constant']:.4g}. Train "
+            "longer, or check that the columns of X explain y."
+        )
+    return head, losses, problem

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from embens import EmbeddedEnsemble
+from embens.tabular.perceptron import GroupedEnsemble
 
 
 class MergedMembers:
@@ -99,7 +100,7 @@ _weights_of_ensemble: WeakKeyDictionary[EmbeddedEnsemble, Weights] = WeakKeyDict
 
 
 @torch.no_grad()
-def predict_members(ensemble: EmbeddedEnsemble, inputs: Tensor) -> Tensor:
+def predict_members(ensemble: EmbeddedEnsemble | GroupedEnsemble, inputs: Tensor) -> Tensor:
     """Return the outputs of all members in evaluation mode, with merged weights where they help.
 
     Args:
@@ -109,6 +110,9 @@ def predict_members(ensemble: EmbeddedEnsemble, inputs: Tensor) -> Tensor:
     Returns:
         The outputs ``(member, row, output)``.
     """
+    if isinstance(ensemble, GroupedEnsemble):
+        groups: Any = ensemble.groups
+        return torch.cat([predict_members(group, inputs) for group in groups])
     versions = weight_versions(ensemble)
     old_versions, merged = _weights_of_ensemble.get(ensemble, ([], None))
     if versions != old_versions:

@@ -40,6 +40,7 @@ class Prepared:
         validation: held-out rows for the search, early stopping and temperatures; may be empty.
         calibration: held-out rows for conformal scores only; may be empty.
         remarks: what the user should know about the rows.
+        strata: classes of the training rows, by which folds are stratified, if any.
     """
 
     arguments: Arguments
@@ -51,6 +52,7 @@ class Prepared:
     validation: Rows
     calibration: Rows
     remarks: tuple[str, ...] = ()
+    strata: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,9 +209,13 @@ def _encode_rows(
     """Split the rows, learn the encoding from the training rows, and encode all of them."""
     seed, split_seed = seeds
     fraction = arguments.validation_fraction
-    split = split_rows(
-        table.rows, fraction, head.calibration_stride, head.strata(values), split_seed
-    )
+    strata = head.strata(values)
+    if uses_groups(arguments, table.rows):
+        fraction = 0.0
+    split = split_rows(table.rows, fraction, head.calibration_stride, strata, split_seed)
+    train_strata = None
+    if strata is not None:
+        train_strata = strata[split.train]
     folds = np.random.RandomState(split_seed).randint(FOLDS, size=len(split.train))
     if previous is None:
         head = head.scaled(values[split.train], weights[split.train])
@@ -240,4 +246,10 @@ def _encode_rows(
         train=rows[split.train],
         validation=rows[split.validation],
         calibration=rows[split.calibration],
+        strata=train_strata,
     )
+
+
+def uses_groups(arguments: Arguments, rows: int) -> bool:
+    """Return whether a table is cross-fitted; tiny tables have no held-out rows."""
+    return int(arguments.folds) > 1 and rows >= defaults.TINY_ROWS

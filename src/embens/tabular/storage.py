@@ -36,11 +36,11 @@ from embens.files import (
 from embens.modes import evaluating
 from embens.tabular import parsing
 from embens.tabular.bins import MAX_SCALED
-from embens.tabular.perceptron import Encoder, build_network
+from embens.tabular.perceptron import Encoder, GroupedEnsemble, build_network
 from embens.tabular.pipeline import Fitted
 from embens.tabular.targets import ClassHead
 
-FORMAT = Format("embens estimator", 8)
+FORMAT = Format("embens estimator", 9)
 NAMES = (
     "class",
     "arguments",
@@ -53,7 +53,7 @@ NAMES = (
     "held_out",
     "remarks",
     "history",
-    "ensemble",
+    "ensembles",
 )
 """Fields of a file."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -72,6 +72,9 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
     if "labels" in head:  # arrays become lists, so keep their types
         head["labels"] = [(label.dtype.str, label) for label in head["labels"]]
     preprocessing = fitted.preprocessing
+    ensembles: Any = [fitted.ensemble]
+    if isinstance(fitted.ensemble, GroupedEnsemble):
+        ensembles = fitted.ensemble.groups
     tree = {
         "class": type(estimator).__name__,
         "arguments": arguments,
@@ -89,7 +92,7 @@ def save(estimator: Any, path: str | os.PathLike[str]) -> None:
         "held_out": fitted.held_out,
         "remarks": fitted.remarks,
         "history": dict(vars(fitted.run)),
-        "ensemble": _ensemble_to_bytes(fitted.ensemble),
+        "ensembles": [_ensemble_to_bytes(ensemble) for ensemble in ensembles],
     }
     write_tree(path, FORMAT, tree)
 
@@ -128,24 +131,30 @@ def _load_fitted(tree: Fields, estimator: Any) -> Fitted:
     preprocessing = parsing.read_columns(tree.fields("columns"))
     head = parsing.read_head(estimator.head_class, tree.fields("head"))
     sizes = parsing.read_sizes(tree.fields("sizes"))
-    content = tree.get("ensemble")
-    if not isinstance(content, Tensor) or content.dtype != torch.uint8 or content.dim() != 1:
-        raise tree.fail("ensemble", "a tensor of bytes")
-    # The file must be larger than the network that is built for it, or a damaged header could
-    # make us allocate any amount of memory.
-    weights = sizes.width * (1 + (int(estimator.depth) - 1) * sizes.width + head.outputs)
-    if weights > content.numel():
-        raise ValueError(
-            f"{weights} weights do not fit into the {content.numel()} bytes of the file"
-        )
     dtype = DTYPES[tree.text("dtype", DTYPES)]
     bins = estimator.numerical_embedding in ("piecewise", "both")
     encoder = Encoder(preprocessing, bins=bins).to(dtype)
-    reference = build_network(encoder, head, estimator, sizes).to(dtype)
-    try:
-        ensemble = _ensemble_from_bytes(content, reference)
-    except Refused as error:
-        raise Refused(f"{tree.place}.{error}") from None
+    ensembles = []
+    for content in tree.items("ensembles"):
+        if not isinstance(content, Tensor) or content.dtype != torch.uint8 or content.dim() != 1:
+            raise tree.fail("ensembles", "a list of tensors of bytes")
+        # The file must be larger than the network that is built for it, or a damaged header could
+        # make us allocate any amount of memory.
+        weights = sizes.width * (1 + (int(estimator.depth) - 1) * sizes.width + head.outputs)
+        if weights > content.numel():
+            raise ValueError(
+                f"{weights} weights do not fit into the {content.numel()} bytes of the file"
+            )
+        reference = build_network(encoder, head, estimator, sizes).to(dtype)
+        try:
+            ensembles.append(_ensemble_from_bytes(content, reference))
+        except Refused as error:
+            raise Refused(f"{tree.place}.{error}") from None
+    if not ensembles:
+        raise tree.fail("ensembles", "a list of at least one ensemble")
+    ensemble = ensembles[0]
+    if len(ensembles) > 1:
+        ensemble = GroupedEnsemble(ensembles)
     if ensemble.members != sizes.members:
         raise tree.fail("sizes", f"those of {ensemble.members} members")
     history = parsing.read_history(tree.fields("history"))

@@ -1,0 +1,152 @@
+"""Cross-fitting: groups of members, each with its own held-out fold.
+
+With ``folds=K`` the rows are divided into K folds and the members into K groups. A group is an
+embedded ensemble that is trained on all folds but one. The fold that it has not seen decides when
+its training ends, and together these *out-of-fold* predictions of all rows give the temperature and
+the conformal scores. So every row is used for training and for calibration.
+
+Groups share no weights. In one ensemble with row weights of 0 a held-out row would still train the
+shared weights through the other members, and its prediction would be too good (ADR 9).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embens.tabular.defaults import Sizes
+from embens.tabular.descent import train
+from embens.tabular.perceptron import GroupedEnsemble, predict_rows
+from embens.tabular.pipeline import (
+    Fitted,
+    build_ensemble,
+    calibrate_outputs,
+    search,
+    with_transform,
+)
+from embens.tabular.preparation import Prepared
+from embens.training import History
+
+
+def assign_folds(rows: int, folds: int, strata: np.ndarray | None, seed: int) -> Tensor:
+    """Assign rows to folds at random; every fold has nearly the same classes.
+
+    Args:
+        rows: number of rows.
+        folds: number of folds.
+        strata: classes ``(row,)``, or None.
+        seed: of the assignment.
+
+    Returns:
+        The fold of each row, ``(row,)``.
+
+    Example:
+        >>> assign_folds(8, 4, np.array([0, 0, 0, 0, 1, 1, 1, 1]), seed=0)[:4].sort().values
+        tensor([0, 1, 2, 3])
+    """
+    order = np.random.RandomState(seed).permutation(rows)
+    if strata is not None:
+        order = order[np.argsort(strata[order], kind="stable")]
+    fold_of_row = np.empty(rows, dtype=np.int64)
+    fold_of_row[order] = np.arange(rows) % folds
+    return torch.from_numpy(fold_of_row)
+
+
+def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None) -> Fitted:
+    """Train and calibrate groups of members with cross-fitting.
+
+    Args:
+        prepared: the encoded rows, all of them training rows.
+        sizes: values of the arguments, for all members together; the search may change them.
+        previous: a previous fit with the same number of folds, whose groups are trained further in
+            place.
+    """
+    folds = int(prepared.arguments.folds)
+    fold_of_row = assign_folds(len(prepared.train), folds, prepared.strata, prepared.seed)
+    if prepared.arguments.tune and previous is None:
+        candidate, sizes = search(_hold_out(prepared, fold_of_row, 0), sizes, math.inf)
+        transform = getattr(candidate.head, "transform", None)
+        if transform != getattr(prepared.head, "transform", None):
+            prepared = with_transform(prepared, str(transform))
+    group_sizes = replace(sizes, members=sizes.members // folds)
+    groups, runs, outputs, member_losses = [], [], [], []
+    for fold in range(folds):
+        part = _hold_out(prepared, fold_of_row, fold)
+        if previous is None:
+            ensemble = build_ensemble(part, group_sizes)
+        else:
+            ensemble = _previous_groups(previous)[fold]
+        runs.append(train(ensemble, part, sizes, verbose=bool(part.arguments.verbose)))
+        fold_outputs = predict_rows(ensemble, part.encoder, part.validation)
+        for member in fold_outputs.split(1):
+            member_losses.append(float(part.head.metric(member, part.validation.target)))
+        groups.append(ensemble)
+        outputs.append(fold_outputs)
+    # Outputs of fold 0, of fold 1, …: put them back into the order of the rows.
+    order = torch.argsort(fold_of_row, stable=True)
+    out_of_fold = torch.empty_like(torch.cat(outputs, 1))
+    out_of_fold[:, order] = torch.cat(outputs, 1)
+    head, held_out, problem = calibrate_outputs(prepared, out_of_fold, prepared.train.target)
+    held_out["members"] = member_losses
+    head = head.with_scores(out_of_fold, prepared.train.target)
+    remarks = [*prepared.remarks, problem] if problem else list(prepared.remarks)
+    return Fitted(
+        prepared.preprocessing,
+        prepared.encoder,
+        head,
+        GroupedEnsemble(groups),
+        sizes,
+        join_histories(runs),
+        held_out,
+        remarks,
+    )
+
+
+def _hold_out(prepared: Prepared, fold_of_row: Tensor, fold: int) -> Prepared:
+    """Return the rows of a group: all folds but one to train on, that one to validate."""
+    return replace(
+        prepared,
+        train=prepared.train[fold_of_row != fold],
+        validation=prepared.train[fold_of_row == fold],
+        seed=prepared.seed + fold,
+    )
+
+
+def _previous_groups(previous: Fitted) -> Any:
+    ensemble = previous.ensemble
+    if not isinstance(ensemble, GroupedEnsemble):
+        raise ValueError("folds must stay 1 in a warm start, as in the first fit.")
+    return ensemble.groups
+
+
+def join_histories(runs: Sequence[History]) -> History:
+    """Return the history of all groups.
+
+    Losses of an epoch are means over the groups that were still training, and seconds are sums. The
+    best epoch is the median of the groups.
+    """
+    epochs = []
+    for epoch in range(1, max(len(run.epochs) for run in runs) + 1):
+        rows = [run.epochs[epoch - 1] for run in runs if len(run.epochs) >= epoch]
+        row: dict[str, Any] = {"epoch": epoch}
+        for name in rows[0]:
+            if name != "epoch":
+                row[name] = float(np.mean([other[name] for other in rows]))
+        row["seconds"] = float(sum(other["seconds"] for other in rows))
+        epochs.append(row)
+    members = []
+    first_member = 0
+    for run in runs:
+        count = len({row["member"] for row in run.members})
+        for row in run.members:
+            members.append({**row, "member": first_member + row["member"]})
+        first_member += count
+    best_epochs = [run.best_epoch or len(run.epochs) for run in runs]
+    stopped = "patience"
+    if all(run.stopped == "epochs" for run in runs):
+        stopped = "epochs"
+    return History(members, epochs, int(np.median(best_epochs)), stopped)

@@ -1,0 +1,136 @@
+"""Cross-fitting: folds, groups of members, out-of-fold calibration."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tabular.problems import classes_of, classifier, mixed_table, regressor
+
+from embens.tabular import groups, load
+from embens.tabular.groups import assign_folds
+
+
+def test_folds_have_equal_sizes_and_nearly_equal_classes():
+    strata = np.array([0] * 50 + [1] * 27 + [2] * 3)
+    folds = assign_folds(80, 4, strata, seed=0).numpy()
+    assert np.bincount(folds).tolist() == [20, 20, 20, 20]
+    for stratum in range(3):
+        sizes = np.bincount(folds[strata == stratum], minlength=4)
+        assert sizes.max() - sizes.min() <= 1
+    numbers = assign_folds(10, 4, None, seed=0)
+    assert sorted(np.bincount(numbers).tolist()) == [2, 2, 3, 3]
+    assert not torch.equal(numbers, assign_folds(10, 4, None, seed=1))
+
+
+@pytest.mark.parametrize("make", [classifier, regressor])
+class TestGroups:
+    def fit(self, make, **changes):
+        X, target = mixed_table()
+        y = target
+        if make is classifier:
+            y = classes_of(target)
+        return X, y, make(folds=2, **changes).fit(X, y)
+
+    def test_all_rows_train_and_calibrate(self, make, monkeypatch):
+        parts = []
+        train = groups.train
+
+        def record(ensemble, prepared, sizes, **options):
+            parts.append(prepared)
+            return train(ensemble, prepared, sizes, **options)
+
+        monkeypatch.setattr(groups, "train", record)
+        X, _, model = self.fit(make, max_epochs=2)
+        assert [len(part.train) for part in parts] == [120, 120]
+        assert [len(part.validation) for part in parts] == [120, 120]
+        held_out = torch.cat([part.validation.numbers for part in parts])
+        assert len(held_out.unique(dim=0)) == len(X)  # every row is held out once
+        assert len(model.head_.scores) == len(X)
+
+    def test_scores_are_those_of_members_that_have_not_seen_the_row(self, make):
+        X, y, model = self.fit(make, max_epochs=2)
+        fitted = model.fitted_
+        head = fitted.head
+        with torch.no_grad():
+            from embens.tabular.frames import from_frame
+
+            inputs = fitted.encoder(*fitted.preprocessing.encode(from_frame(X)))
+            outputs = fitted.ensemble(inputs)
+        target = head.pack(head.values(head.read(y)), torch.ones(len(X)).double(), torch.float32)
+        per_group = [head.with_scores(part, target).scores for part in outputs.split(2)]
+        is_first = torch.isclose(fitted.head.scores, per_group[0]).all(1)
+        is_second = torch.isclose(fitted.head.scores, per_group[1]).all(1)
+        assert bool((is_first | is_second).all())
+        assert int(is_first.sum()) == pytest.approx(120, abs=2)
+
+    def test_predictions_are_those_of_all_groups(self, make, tmp_path):
+        X, _, model = self.fit(make, max_epochs=2)
+        assert model.ensemble_.members == model.sizes_.members == len(model.members_) == 4
+        assert len(model.held_out_["members"]) == 4
+        assert len(model.history_) == 2
+        members = model.predict_members(X)
+        mean = model.predict(X) if make is regressor else model.predict_proba(X)
+        if make is regressor:
+            members = members[0]
+        np.testing.assert_allclose(members.mean(0), mean, rtol=1e-5, atol=1e-6)
+        model.save(tmp_path / "model")
+        loaded = load(tmp_path / "model")
+        np.testing.assert_array_equal(loaded.predict(X), model.predict(X))
+        member = model.ensemble_.member(3)
+        assert isinstance(member, torch.nn.Sequential)
+        with pytest.raises(IndexError, match="4 members"):
+            model.ensemble_.member(4)
+        assert "members" in model.summary()
+
+    def test_the_same_random_state_gives_the_same_model_and_the_groups_differ(self, make):
+        X, _, first = self.fit(make, max_epochs=2)
+        _, _, second = self.fit(make, max_epochs=2)
+        np.testing.assert_array_equal(first.predict(X), second.predict(X))
+        weights = [next(group.parameters()) for group in first.ensemble_.groups]
+        assert not torch.equal(*weights)
+
+    def test_a_warm_start_continues_all_groups(self, make):
+        X, y, model = self.fit(make, max_epochs=2, warm_start=True)
+        ensembles = list(model.ensemble_.groups)
+        before = model.held_out_["ensemble"]
+        model.set_params(max_epochs=10).fit(X, y)
+        assert list(model.ensemble_.groups) == ensembles
+        assert model.held_out_["ensemble"] < before
+        with pytest.raises(ValueError, match="folds cannot become 1"):
+            model.set_params(folds=1).fit(X, y)
+
+    def test_tiny_tables_have_no_folds(self, make):
+        X, target = mixed_table(40)
+        y = target if make is regressor else classes_of(target)
+        assert make(folds=2, max_epochs=1).fit(X, y).held_out_ is None
+
+
+def test_folds_can_follow_only_the_same_number_of_folds():
+    X, target = mixed_table()
+    model = regressor(max_epochs=1, warm_start=True).fit(X, target)
+    with pytest.raises(ValueError, match="folds must stay 1"):
+        model.set_params(folds=2).fit(X, target)
+
+
+def test_a_skewed_target_is_transformed_in_all_groups():
+    X, target = mixed_table()
+    model = regressor(folds=2, tune=True, max_epochs=4).fit(X, np.exp(3 * target))
+    assert model.head_.transform in ("none", "log", "quantile")
+    assert np.isfinite(model.predict(X)).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"folds": 3}, "folds must divide the number of members, got folds=3 and 4 members"),
+        ({"folds": 0}, "folds must be a positive integer"),
+        ({"folds": 2, "time_limit": 5}, "time_limit needs one split of the rows"),
+        ({"folds": 2, "refit": True}, "refit needs one split of the rows"),
+        ({"folds": 2, "keep_members": 2}, "keep_members needs one split of the rows"),
+        ({"folds": 2, "validation_fraction": 0.3}, "validation_fraction needs one split"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        classifier(**arguments).fit([[0.0], [1.0]], [0, 1])
