@@ -239,7 +239,10 @@ CLAIMS = [
     ),
     falls("members become more similar during training", "c", "collective part", "loss"),
     falls(
-        "at equal scale, members of wider networks are less similar", "c", "collective part", "width"
+        "at equal scale, members of wider networks are less similar",
+        "c",
+        "collective part",
+        "width",
     ),
     Claim(
         statement="the law and the width determine the transition (to 0.03 in p)",
