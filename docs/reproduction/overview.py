@@ -164,14 +164,15 @@ COMPARE = """![Accuracy and log loss against the compute of training](compare/cp
 
 Networks with batch norm, 32–64–128–256 channels, on 8,000 images of 16 classes; the compute of one
 network is 15 epochs. Cells: accuracy in % / log loss / log loss after temperature scaling, with the
-number of seeds in brackets. Guessing has a log loss of 2.77. [All measures](compare/cpu/figure.png),
-[claims](claims.md#compare-cpu).
+number of seeds in brackets. Separate networks are trained for 15 epochs each. Guessing has a log
+loss of 2.77. [All measures](compare/cpu/figure.png), [claims](claims.md#compare-cpu).
 """
 COMPARED = ("accuracy", "nll", "scaled_nll")
 CONCLUSION = """**When is an embedded ensemble the right choice?** Two members drawn from signs
-are, if training is so long that one network becomes overconfident (here 4 ×) and only the parameters of one network can be
-stored; they are not, if training is short (1 × and 2 ×), where one network trained as long is better,
-or if there are more members than the width has room for (here four).
+are, if training is so long that one network becomes overconfident (here 4 ×) and only the
+parameters of one network can be stored. They are not, if training is short (1 × and 2 ×), where one
+network trained as long is better, or if there are more members than the width has room for (here
+four).
 """
 
 BEYOND = {
