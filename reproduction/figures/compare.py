@@ -390,7 +390,7 @@ def plot(table: Frame) -> Figure:
 SUMMARY = {
     "accuracy": ("accuracy", 100.0, " points"),
     "nll": ("log loss", 1.0, ""),
-    "scaled_nll": ("log loss, calibrated", 1.0, ""),
+    "scaled_nll": ("after scaling", 1.0, ""),
 }
 """Columns of the summary: text, factor and unit of the difference in the title."""
 
@@ -403,9 +403,8 @@ def difference_text(rows: Rows, column: str) -> str:
     equal = rows.where(budget=budget)
     difference = equal.where(system=TWO).mean(column) - equal.where(system=ONE).mean(column)
     digits = 1 if factor > 1 else 2
-    return (
-        f"{text}: two members {factor * difference:+.{digits}f}{unit} to one network at {budget} ×"
-    )
+    value = f"{factor * difference:+.{digits}f}{unit}"
+    return f"{text}: two members {value} against one network at {budget} ×"
 
 
 def summary(table: Frame) -> Figure:
@@ -420,10 +419,12 @@ def summary(table: Frame) -> Figure:
     guessing = float(table["guessing"].mean())
     labels = {
         "accuracy": "accuracy, test",
-        "nll": f"log loss, test (guessing: {guessing:.2f})",
-        "scaled_nll": "log loss after temperature scaling",
+        "nll": f"log loss (guessing: {guessing:.2f})",
+        "scaled_nll": "log loss after scaling",
     }
     drawn = [
         replace(panel, y_label=label) for panel, label in zip(drawn, labels.values(), strict=True)
     ]
-    return Figure(drawn, title="Members of one network, separate networks and longer training")
+    return Figure(
+        drawn, title="Equal compute: members, separate networks, or one network trained longer"
+    )

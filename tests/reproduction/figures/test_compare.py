@@ -71,8 +71,8 @@ def test_the_summary_states_the_difference_at_the_largest_budget():
     figure = compare.summary(table_of(LOSSES))
     check_figure(figure)
     titles = [panel.title for panel in figure.panels]
-    assert titles[0] == "accuracy: two members +10.0 points to one network at 2 ×"
-    assert titles[1] == "log loss: two members -0.10 to one network at 2 ×"
+    assert titles[0] == "accuracy: two members +10.0 points against one network at 2 ×"
+    assert titles[1] == "log loss: two members -0.10 against one network at 2 ×"
     assert "guessing: 2.77" in figure.panels[1].y_label
     assert [curve.label for curve in figure.panels[0].curves] == [ONE, SIGNS[0]]
 
