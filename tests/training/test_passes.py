@@ -183,3 +183,8 @@ def test_the_total_cross_entropy_is_the_sum_over_members(classes):
     loss, log_probabilities = total_cross_entropy(outputs, target)
     torch.testing.assert_close(loss, member_losses(outputs, target).sum())
     torch.testing.assert_close(log_probabilities, outputs.log_softmax(-1).movedim(2, 1))
+
+
+def test_a_column_of_labels_raises_with_the_fix():
+    with pytest.raises(ValueError, match="Squeeze a column of classes"):
+        fit(problem.ensemble(), (x, y[:, None]), epochs=1)

@@ -138,7 +138,8 @@ class Passes:
             return False
         if self.options.batch != "same" or self.options.of != "members":
             return False
-        return outputs.dim() == 3 and outputs.shape[2] > 1 and len(target) == outputs.shape[1]
+        has_shape = outputs.dim() == 3 and target.shape == outputs.shape[1:2]
+        return has_shape and outputs.shape[2] > 1
 
     def _backward_in_chunks(self, inputs: Any, target: Any, weight: float) -> tuple[Tensor, Any]:
         """Add the gradients of one chunk of members after another; return losses and outputs."""
