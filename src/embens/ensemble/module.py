@@ -18,21 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from embens import optim
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 from embens.ensemble.merged import MergedExecutor
-from embens.ensemble.separation import (
-    ignore_added_counters,
-    refuse_held_tensors,
-    release_tensors,
-    separate_buffers,
-)
+from embens.ensemble.separation import separate_buffers
 from embens.graph.domains import Unfoldable
 from embens.graph.folding import Folded, ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
 from embens.graph.reading import Flow, detached_state, has_user_code
-from embens.graph.snapshots import HOOKS
+from embens.graph.snapshots import HOOKS, STANDARD_ATTRIBUTES
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, Site, find_layers
 from embens.trees import check_alike, gather
@@ -129,13 +125,14 @@ class EmbeddedEnsemble(nn.Module):
         self.individual = MemberTensors()
         for name, tensor in values.items():
             self.individual.add(name, tensor)
-        if spec.per_member:
-            refuse_held_tensors(reference, spec)
-            release_tensors(reference, spec)
+        _refuse_held_tensors(reference, spec)
+        for item in spec.per_member:
+            for key in item.tensors:
+                self.release_tensor(item.module, key)
         if spec.frozen:
             for parameter in reference.parameters():
                 parameter.requires_grad_(False)
-        self.register_load_state_dict_post_hook(ignore_added_counters)
+        self.register_load_state_dict_post_hook(_ignore_added_counters)
         self._derive(flow)
 
     def _derive(self, flow: Flow | None = None) -> None:
@@ -172,6 +169,27 @@ class EmbeddedEnsemble(nn.Module):
                         f"separate versions of its {key!r}. Embed the changed reference."
                     )
         self.layers = layers
+
+    def release_tensor(self, module: str, name: str) -> None:
+        """Take a tensor that members have separately out of the reference.
+
+        A placeholder without memory stays, as code may test whether the attribute is None.
+
+        Args:
+            module: name of the module in the reference.
+            name: name of the parameter or buffer.
+        """
+        owner = self.reference.get_submodule(module)
+        for table in (owner._parameters, owner._buffers):
+            if name not in table:
+                continue
+            tensor = table.pop(name)
+            assert tensor is not None
+            owner._non_persistent_buffers_set.discard(name)
+            placeholder = torch.empty_like(tensor, device="meta", requires_grad=False)
+            if isinstance(tensor, nn.Parameter):
+                placeholder = nn.Parameter(placeholder, tensor.requires_grad)
+            vars(owner)[name] = placeholder
 
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
         # Traced code may have asked for the type or the device of a parameter.
@@ -896,6 +914,35 @@ def _join_members(outputs: list[Tensor]) -> Tensor:
         ) from error
 
 
+def _refuse_held_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
+    """Raise ValueError for attributes that hold a tensor which members have separately.
+
+    Args:
+        reference: the network.
+        spec: how members differ.
+    """
+    separate = {}
+    for item in spec.per_member:
+        for key in item.tensors:
+            tensor = getattr(reference.get_submodule(item.module), key)
+            separate[id(tensor)] = f"{item.module}.{key}".lstrip(".")
+    for name, module in reference.named_modules():
+        if type(module).__module__.startswith("torch.nn."):
+            continue  # recurrent layers have lists of their weights, which they update
+        for key, value in vars(module).items():
+            if key in STANDARD_ATTRIBUTES:
+                continue
+            full_name = f"{name}.{key}".lstrip(".")
+            for leaf in tree_leaves(value):
+                # A placeholder of a separate tensor is an attribute of its module.
+                if separate.get(id(leaf), full_name) != full_name:
+                    raise ValueError(
+                        f"the attribute {key!r} of {name or 'the reference'!r} holds the parameter "
+                        f"{separate[id(leaf)]!r}, which members have separately. Read it from its "
+                        "layer."
+                    )
+
+
 def _is_parametrized(reference: nn.Module, layer: Layer | None) -> bool:
     if layer is None:
         return False
@@ -915,6 +962,25 @@ def _weight_shapes(
         weights = [module._parameters.get(name) for name in layer.weights]
         shapes[site.layer] = [tuple(weight.shape) for weight in weights if weight is not None]
     return shapes
+
+
+def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:
+    """Ignore counters that BatchNorm adds to a state without a version.
+
+    Such a state is a plain dictionary, for example from a safetensors file. BatchNorm takes it for
+    one of an old torch and adds ``num_batches_tracked``, also where members have it separately.
+
+    Args:
+        ensemble: the ensemble whose state was loaded.
+        keys: missing and unexpected keys, as ``load_state_dict`` returns them; changed in place.
+    """
+    added = []
+    for item in ensemble.spec.per_member:
+        if "num_batches_tracked" in item.tensors:
+            added.append(f"reference.{item.module}.num_batches_tracked")
+    for key in list(keys.unexpected_keys):
+        if key.endswith(tuple(added)):
+            keys.unexpected_keys.remove(key)
 
 
 def _argument_names(reference: nn.Module) -> list[str]:
