@@ -7,8 +7,8 @@ from pathlib import Path
 
 project = "embens"
 author = "the embens authors"
-copyright = "2026 the embens authors, MIT License"
 release = importlib.metadata.version("embens")
+copyright = f"2026 the embens authors, MIT License. Version {release}"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -40,6 +40,15 @@ html_theme_options = {
     "source_repository": "https://github.com/embens/embens",
     "source_branch": "main",
     "source_directory": "docs/",
+    "footer_icons": [
+        {
+            "name": "Source code",
+            "url": "https://github.com/embens/embens",
+            "html": '<svg viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2">'
+            '<path d="M8 6 2 12l6 6M16 6l6 6-6 6"></path></svg>',
+            "class": "",
+        },
+    ],
 }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

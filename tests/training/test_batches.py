@@ -295,3 +295,18 @@ def test_dicts_with_labels_are_data_and_logits_among_outputs_are_what_is_trained
     torch.testing.assert_close(prediction.probabilities, prediction["logits"].probabilities)
     with pytest.raises(TypeError, match=r"or dicts with 'labels'; got a dict of \['x', 'y'\]"):
         fit(found, {"x": x, "y": y}, epochs=1)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_small_data_have_the_same_batches_as_large_data(start, monkeypatch):
+    data = (torch.randn(23, 4), torch.arange(23), torch.rand(23))
+    options = {"seed": 3, "counts": (1, 1)}
+    small = list(batches_of(data, 5, **options).epoch(1, start))
+    monkeypatch.setattr("embens.training.batches.SMALL_DATA", 0)
+    large = list(batches_of(data, 5, **options).epoch(1, start))
+    assert len(small) == 5 - start
+    for first, second in zip(small, large, strict=True):
+        assert (first.rows, first.total) == (second.rows, second.total)
+        assert torch.equal(first.inputs[0], second.inputs[0])
+        assert torch.equal(first.target, second.target)
+        assert torch.equal(first.weight, second.weight)

@@ -15,8 +15,8 @@ import embens
 from embens.optim import member_losses
 from embens.training import Batches, Options, fit
 from embens.training.batches import Minibatch, batches_of
-from embens.training.history import Tally
-from embens.training.passes import Passes
+from embens.training.passes import Passes, total_cross_entropy
+from embens.training.tally import Tally
 
 x, y = problem.data()
 BATCH = Minibatch((x,), y, 60, 60)
@@ -39,7 +39,7 @@ def test_gradients_and_losses_are_those_of_the_objective(chunk, criterion, weigh
     objective, result = passes.train(BATCH, weight, "batch", inspect=False)
     torch.testing.assert_close(objective, weight * expected.detach())
     tally = Tally(ensemble.members)
-    tally.add(*result)
+    tally.add(result)
     losses = torch.tensor(tally.summary()["member_loss"])
     torch.testing.assert_close(losses, member_losses(ensemble(x), y, criterion).detach())
     torch.testing.assert_close(losses.sum(), expected.detach())
@@ -172,3 +172,19 @@ def test_a_small_batch_of_a_loader_raises_when_it_arrives():
 def test_a_small_last_batch_is_fine_without_batch_norm():
     history = fit(problem.ensemble(), (x[:33], y[:33]), epochs=1, batch_size=16)
     assert len(history.epochs) == 1
+
+
+@pytest.mark.parametrize("classes", [3, 40])
+def test_the_total_cross_entropy_is_the_sum_over_members(classes):
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(4, 10, classes, generator=generator)
+    target = torch.randint(classes, (10,), generator=generator)
+    target[0] = -100
+    loss, log_probabilities = total_cross_entropy(outputs, target)
+    torch.testing.assert_close(loss, member_losses(outputs, target).sum())
+    torch.testing.assert_close(log_probabilities, outputs.log_softmax(-1).movedim(2, 1))
+
+
+def test_a_column_of_labels_raises_with_the_fix():
+    with pytest.raises(ValueError, match="Squeeze a column of classes"):
+        fit(problem.ensemble(), (x, y[:, None]), epochs=1)

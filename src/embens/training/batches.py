@@ -27,6 +27,8 @@ from embens.sources import as_tensors, has_weights
 from embens.training import processes
 from embens.training.processes import ALONE, World
 
+SMALL_DATA = 2**20
+"""Number of values up to which the rows of an epoch are reordered at once."""
 EXPECTED = "tensors (inputs, targets), a torch Dataset of such pairs, or a DataLoader of batches"
 
 
@@ -128,7 +130,17 @@ class IndexedSource(BatchSource):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
         """Yield the batches of an epoch from number ``start`` on."""
-        for index in self.order(epoch).split(self.batch_size, -1)[start:]:
+        order = self.order(epoch)
+        if self._is_small():
+            # One copy in the order of the epoch is cheaper than one per batch.
+            parts = self._fetch(order)
+            for first in range(start * self.batch_size, self.count, self.batch_size):
+                rows = slice(first, first + self.batch_size)
+                inputs, target, weight = map_tensors(lambda t, rows=rows: t[rows], parts)
+                size = min(self.batch_size, self.count - first)
+                yield Minibatch(inputs, target, size, size, weight)
+            return
+        for index in order.split(self.batch_size, -1)[start:]:
             local = index
             if self.world.size > 1:
                 local = index.tensor_split(self.world.size, -1)[self.world.rank]
@@ -138,6 +150,15 @@ class IndexedSource(BatchSource):
                 local = index[..., :1]
             inputs, target, weight = self._fetch(local)
             yield Minibatch(inputs, target, rows, index.shape[-1], weight)
+
+    def _is_small(self) -> bool:
+        """Return whether the data are small tensors that one process and all members share."""
+        if self.tensors is None or self.members is not None or self.world.size > 1:
+            return False
+        values = 0
+        for leaf in tree_leaves((*self.tensors, self.weight)):
+            values += leaf.numel() if isinstance(leaf, Tensor) else 0
+        return values <= SMALL_DATA
 
     def _fetch(self, index: Tensor) -> tuple[Any, Any, Any]:
         """Return inputs, target and weights of rows, with the shape of ``index`` in front."""

@@ -1,6 +1,7 @@
 """Hints for arguments that ``fit`` does not have."""
 
 _GROUPS = ". Pass optimizer=torch.optim.SGD(ensemble.parameter_groups(lr=…, {}=…), momentum=0.9)."
+_DEVICE = ". Move the ensemble, and the batches follow it: ensemble.to(device)."
 _CALLBACK = ". Pass callbacks=[embens.training.{}]."
 REMOVED_ARGUMENTS = {
     "modulation_lr": _GROUPS.format("modulation_lr"),
@@ -55,7 +56,8 @@ HINTS = {
     **REMOVED_ARGUMENTS,
     **_synonym_hints(),
     "verbose": "; use progress=True or progress=False.",
-    "device": ". Move the ensemble, and the batches follow it: ensemble.to(device).",
+    "device": _DEVICE,
+    **dict.fromkeys(("accelerator", "devices", "gpu", "gpus"), _DEVICE),
     "x": ". Pass inputs and targets together: train=(x, y).",
     "X": ". Pass inputs and targets together: train=(X, y).",
     "y": ". Pass inputs and targets together: train=(x, y).",
@@ -66,6 +68,7 @@ HINTS = {
     "momentum": ". Pass optimizer=functools.partial(torch.optim.SGD, momentum=…).",
     "shuffle": ". Tensors and data sets are shuffled; pass a DataLoader for another order.",
     "num_workers": ". Pass a DataLoader with num_workers=…",
+    "logger": _CALLBACK.format("Log(writer)"),
     "early_stopping": _CALLBACK.format("EarlyStopping(patience)"),
     "grad_clip": _CALLBACK.format("ClipGradients(norm)"),
     "gradient_clip_val": _CALLBACK.format("ClipGradients(norm)"),

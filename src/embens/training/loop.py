@@ -28,7 +28,7 @@ from embens.training.callbacks import Callback, as_callbacks
 from embens.training.checkpoint import Checkpoint
 from embens.training.features import compute_features, separate_heads
 from embens.training.hints import HINTS
-from embens.training.history import History, Tally, epoch_row
+from embens.training.history import History, epoch_row
 from embens.training.options import (
     METRICS,
     MakeScheduler,
@@ -40,6 +40,7 @@ from embens.training.passes import check_data
 from embens.training.progress import Progress
 from embens.training.run import Run, copy_weights
 from embens.training.step import take_step
+from embens.training.tally import Tally
 from embens.trees import gather
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -299,7 +300,7 @@ def _validate(run: Run, validation: AnySource) -> dict[str, Any]:
     seed = processes.combine(run.seed, run.epoch, 1)
     with evaluating(run.evaluated), processes.seeded(seed):
         for result in run.passes.evaluate(validation, run.evaluated):
-            tally.add(*result)
+            tally.add(result)
             if keeps_outputs:
                 results.append(result)
     columns = tally.summary("validation_")

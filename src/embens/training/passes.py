@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from embens.checks import find_gaps
 from embens.ensemble import EmbeddedEnsemble
 from embens.modes import evaluating
 from embens.optim import (
+    FEW_CLASSES,
     Criterion,
     check_labels,
     default_criterion,
@@ -24,12 +25,11 @@ from embens.optim import (
     logits_of,
     member_losses,
     squared_error,
-    total_cross_entropy,
 )
 from embens.training import processes
 from embens.training.batches import AnySource, LoaderSource, Minibatch, map_tensors
-from embens.training.history import Task
 from embens.training.options import BatchKind, Options
+from embens.training.tally import BatchResult, Task
 from embens.training.weighting import WeightedTarget, weighted
 from embens.trees import gather
 
@@ -45,25 +45,6 @@ DEFAULT_CRITERIA: dict[str, Criterion] = {
 ERRORS = (squared_error, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 ERROR_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 """Criteria that compare values with their predictions."""
-
-
-class PassResult(NamedTuple):
-    """The result of a forward pass.
-
-    Attributes:
-        losses: mean losses of the members, ``(member,)``, detached; None: the cross-entropies of
-            the outputs, which the history computes for many batches at once.
-        outputs: outputs of the ensemble, ``(member, batch, …)``, detached.
-        target: the target on the device of the ensemble.
-        rows: number of rows.
-        task: "regression" or "gaussian" if the metrics of a regression apply, else None.
-    """
-
-    losses: Tensor | None
-    outputs: Any
-    target: Any
-    rows: int
-    task: Task | None = None
 
 
 class Passes:
@@ -92,7 +73,7 @@ class Passes:
 
     def train(
         self, batch: Minibatch, weight: float, name: str, inspect: bool
-    ) -> tuple[Tensor, PassResult]:
+    ) -> tuple[Tensor, BatchResult]:
         """Add the gradients of a batch, multiplied by a weight.
 
         Args:
@@ -104,51 +85,64 @@ class Passes:
         Returns:
             The weighted objective, and the losses and outputs.
         """
-        gaps = self.inspect(name, batch.inputs, batch.target) if inspect else ""
+        gaps = ""
+        if inspect:
+            gaps = self.inspect(name, batch.inputs, batch.target)
         inputs, target, sample_weight = self.move((batch.inputs, batch.target, batch.weight))
         packed = target if sample_weight is None else WeightedTarget(target, sample_weight)
         if self.options.chunk is None:
-            objective, losses, outputs = self._backward(inputs, packed, weight)
+            objective, losses, outputs, log_probabilities = self._backward(inputs, packed, weight)
         else:
             losses, outputs = self._backward_in_chunks(inputs, packed, weight)
-            objective = losses.sum()
+            objective, log_probabilities = losses.sum(), None
         if gaps:
             refuse_gaps(name, gaps, objective)
         if weight != 1:
             objective = weight * objective
-        task = self._regression_task(outputs, target)
-        return objective, PassResult(losses, outputs, target, batch.rows, task)
+        task: Task | None = "classification"
+        if log_probabilities is None:
+            task = self._task(outputs, target, self.options.batch)
+        return objective, BatchResult(losses, outputs, target, batch.rows, task, log_probabilities)
 
     def _backward(
         self, inputs: Any, target: Any, weight: float
-    ) -> tuple[Tensor, Tensor | None, Any]:
-        """Return the objective, the losses of members (None: not computed) and the outputs."""
+    ) -> tuple[Tensor, Tensor | None, Any, Tensor | None]:
+        """Add the gradients of all members at once.
+
+        Returns:
+            The objective; losses ``(member,)``, or None in the case of log-probabilities; outputs;
+            log-probabilities ``(member, class, batch)``, or None.
+        """
         args, kwargs = self.ensemble.bind(inputs)
         with self.autocast():
             outputs = self.forward(*args, batch=self.options.batch, **kwargs)
         outputs = self._prepare(outputs)
         self._settle(outputs, target, self.options.batch)
-        losses = None
-        objective = self._total_cross_entropy(outputs, target)
+        objective, losses, log_probabilities = None, None, None
+        if self._has_plain_cross_entropy(outputs, target):
+            objective, log_probabilities = total_cross_entropy(outputs, target)
+            if not math.isfinite(objective.item()):  # all labels of the batch may be ignored
+                objective, log_probabilities = None, None
         if objective is None:
             losses = self._losses(outputs, target, self.options.batch)
             objective = losses.sum()
             losses = losses.detach()
         self._scale(objective, weight).backward()
-        return objective.detach(), losses, map_tensors(Tensor.detach, outputs)
+        if log_probabilities is not None:
+            log_probabilities = log_probabilities.detach()
+        return objective.detach(), losses, map_tensors(Tensor.detach, outputs), log_probabilities
 
-    def _total_cross_entropy(self, outputs: Any, target: Any) -> Tensor | None:
-        """Return the sum of the members' cross-entropies, in the case of one fast reduction."""
-        is_plain = self.options.batch == "same" and self.options.of == "members"
-        if not is_plain or self.criterion is not F.cross_entropy:
-            return None
-        if not has_labels(outputs, target) or outputs.dim() != 3:
-            return None
-        objective = total_cross_entropy(outputs, target)
-        # It is not finite if all labels of a batch are ignored.
-        return objective if math.isfinite(objective.item()) else None
+    def _has_plain_cross_entropy(self, outputs: Any, target: Any) -> bool:
+        """Return whether one reduction over all members and rows computes the objective."""
+        if self.criterion is not F.cross_entropy or not has_labels(outputs, target):
+            return False
+        if self.options.batch != "same" or self.options.of != "members":
+            return False
+        has_shape = outputs.dim() == 3 and target.shape == outputs.shape[1:2]
+        return has_shape and outputs.shape[2] > 1
 
     def _backward_in_chunks(self, inputs: Any, target: Any, weight: float) -> tuple[Tensor, Any]:
+        """Add the gradients of one chunk of members after another; return losses and outputs."""
         all_losses, all_outputs = [], []
 
         def criterion(outputs: Any, target: Any) -> Tensor:
@@ -169,7 +163,7 @@ class Passes:
 
     def evaluate(
         self, source: AnySource, ensemble: EmbeddedEnsemble, batch: BatchKind = "same"
-    ) -> Iterator[PassResult]:
+    ) -> Iterator[BatchResult]:
         """Yield the results of all batches of a data source, without gradients.
 
         The generator of fresh masks is left as it was, so that validation does not change training.
@@ -189,7 +183,7 @@ class Passes:
 
     def _evaluate(
         self, source: AnySource, ensemble: EmbeddedEnsemble, batch: BatchKind
-    ) -> Iterator[PassResult]:
+    ) -> Iterator[BatchResult]:
         for number, minibatch in enumerate(source.epoch(0), 1):
             name = f"{source.name}: batch {number}"
             gaps = ""
@@ -205,8 +199,8 @@ class Passes:
             packed = target if sample_weight is None else WeightedTarget(target, sample_weight)
             losses = self._losses(outputs, packed, batch)
             refuse_gaps(name, gaps, losses.sum())
-            task = self._regression_task(outputs, target)
-            yield PassResult(losses, outputs, target, minibatch.rows, task)
+            task = self._task(outputs, target, batch)
+            yield BatchResult(losses, outputs, target, minibatch.rows, task)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager:
         """Return the autocast context of the run."""
@@ -241,6 +235,7 @@ class Passes:
             self._check_labels(outputs, batch)
 
     def _losses(self, outputs: Any, target: Any, batch: BatchKind) -> Tensor:
+        """Return the losses of the members that have rows, ``(member,)``."""
         self._settle(outputs, target, batch)
         criterion = self.criterion
         assert criterion is not None
@@ -251,18 +246,19 @@ class Passes:
             outputs, target, criterion, batch=batch, of=self.options.of, members=members
         )
 
-    def _regression_task(self, outputs: Any, target: Any) -> Task | None:
-        """Return the task if the criterion compares values, and outputs fit the target."""
-        criterion = getattr(self.criterion, "func", self.criterion)
-        are_tensors = isinstance(outputs, Tensor) and isinstance(target, Tensor)
-        if not are_tensors or not target.is_floating_point():
+    def _task(self, outputs: Any, target: Any, batch: BatchKind) -> Task | None:
+        """Return the task whose metrics apply to outputs and targets, if there is one."""
+        if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
             return None
+        if not target.is_floating_point():
+            return "classification" if _are_classes(outputs, target, batch) else None
+        criterion = getattr(self.criterion, "func", self.criterion)
         if criterion is gaussian_nll:
             return "gaussian" if outputs.shape[-1] == 2 else None
-        is_regression = isinstance(criterion, ERROR_MODULES)
-        is_regression = is_regression or any(criterion is error for error in ERRORS)
+        is_error = isinstance(criterion, ERROR_MODULES)
+        is_error = is_error or any(criterion is error for error in ERRORS)
         has_values = target.numel() * self.ensemble.members == outputs.numel()
-        return "regression" if is_regression and has_values else None
+        return "regression" if is_error and has_values else None
 
     def _check_labels(self, outputs: Any, batch: str) -> None:
         """Check the labels of new data, now that the number of classes is known."""
@@ -289,6 +285,40 @@ class Passes:
         """Use a default criterion by name; None changes nothing."""
         if name is not None:
             self.criterion = DEFAULT_CRITERIA[name]
+
+
+def total_cross_entropy(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the members' cross-entropies, and the log-probabilities.
+
+    One reduction over all rows is faster than one per member. The history uses the
+    log-probabilities again.
+
+    Args:
+        outputs: logits ``(member, batch, class)``.
+        target: class indices ``(batch,)``.
+
+    Returns:
+        The sum, not finite if every label is ignored; log-probabilities ``(member, class, batch)``.
+    """
+    members, _, classes = outputs.shape
+    targets = target.expand(members, -1)
+    if classes <= FEW_CLASSES:
+        log_probabilities = outputs.movedim(2, 1).log_softmax(1)
+        return members * F.nll_loss(log_probabilities, targets), log_probabilities
+    log_probabilities = outputs.log_softmax(2)
+    loss = F.nll_loss(log_probabilities.flatten(0, 1), targets.flatten())
+    return members * loss, log_probabilities.movedim(2, 1)
+
+
+def _are_classes(outputs: Tensor, target: Tensor, batch: BatchKind) -> bool:
+    """Return whether outputs are logits of classes, and the target their indices."""
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        return False
+    axes = 2 if batch == "split" else 3
+    if outputs.dim() != axes or outputs.shape[-1] < 2:
+        return False
+    rows = outputs.shape[1:-1] if batch == "same" else outputs.shape[:-1]
+    return target.shape == rows
 
 
 def refuse_gaps(name: str, gaps: str, loss: Tensor) -> None:

@@ -140,7 +140,11 @@ def seeded(seed: int) -> Iterator[None]:
     """
     before = get_states()
     try:
-        torch.manual_seed(seed)
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:
+            # torch.manual_seed would also format the call stack once for each kind of accelerator.
+            torch.default_generator.manual_seed(seed)
         random.seed(seed)
         numpy = sys.modules.get("numpy")
         if numpy is not None:

@@ -16,10 +16,11 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.training import processes
 from embens.training.batches import AnySource
 from embens.training.callbacks import MOMENTS, Callback
-from embens.training.history import History, Tally, make_history
+from embens.training.history import History, make_history
 from embens.training.options import Options
 from embens.training.passes import Passes
 from embens.training.processes import World
+from embens.training.tally import Tally
 
 
 class Divergence(ArithmeticError):

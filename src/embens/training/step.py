@@ -90,7 +90,7 @@ def _accumulate_gradients(run: Run, minibatches: list[Minibatch]) -> Tensor:
         if result.losses is not None:
             run.last_members = len(result.losses)
         if batch.rows > 0:
-            run.tally.add(*result)
+            run.tally.add(result)
     return sum(objectives[1:], objectives[0])
 
 
