@@ -318,7 +318,7 @@ class Comparison:
         for name, stack in self.ensemble.individual.tensors().items():
             # Tied stacks stay tied.
             leaf = leaves.setdefault(id(stack), stack.detach().clone())
-            stacks[name] = leaf.requires_grad_(isinstance(stack, nn.Parameter))
+            stacks[name] = leaf.requires_grad_(stack.requires_grad)  # layers may be frozen
         for name, stack in self.values.items():
             stacks.setdefault(name, stack.detach().clone())
         for leaf in self.shared.values():
