@@ -133,3 +133,33 @@ def test_joined_branches_agree(product):
     )  # fmt: skip
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
     assert_agrees(Joined(product=product), x, kernel, x.numpy())
+
+
+class Attention(nn.Module):
+    """Attention with queries that are the keys and scores divided by the width."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.query = Linear(5, 8, weight_std=1.3), Linear(8, 8)
+        self.value, self.out = Linear(8, 8, weight_std=1.2), Linear(8, 8, weight_std=1.1)
+        self.head = Linear(8, 1, weight_std=1.3)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        queries = self.query(x)
+        weights = (queries @ queries.transpose(-2, -1) / 8).softmax(-1)
+        return self.head(torch.relu(self.out(weights @ self.value(x))).mean(1))
+
+
+def test_attention_agrees():
+    stax = nt.stax
+    attention = stax.GlobalSelfAttention(
+        8, 8, 8, 1, linear_scaling=True,
+        W_key_std=1.0, W_query_std=1.0, W_value_std=1.2, W_out_std=1.1, b_std=None,
+    )  # fmt: skip
+    *_, kernel = stax.serial(
+        stax.Dense(8, W_std=1.3), stax.Relu(), attention, stax.Relu(),
+        stax.GlobalAvgPool(), stax.Dense(1, W_std=1.3),
+    )  # fmt: skip
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    assert_agrees(Attention(), x, kernel, x.numpy())

@@ -1,6 +1,6 @@
 """The infinite-width limit: kernels of an ensemble, its training, its regime.
 
-``docs/theory.md`` derives the formulas.
+``docs/theory-derivations.md`` derives the formulas.
 """
 
 from embens.theory.activations import register as register_activation

@@ -129,7 +129,7 @@ def with_kink_at_zero(module: nn.Module) -> Dual:
     module = copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(False)
 
     def slope(x: Tensor) -> Tensor:
-        _, pull_back = torch.func.vjp(module, x)
+        pull_back = torch.func.vjp(module, x)[1]
         return pull_back(torch.ones_like(x))[0]
 
     return Kinked(module, slope, str(module))

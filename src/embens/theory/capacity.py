@@ -253,8 +253,8 @@ class _Problem:
                 features = _draw_features(block.kernel, members, count, generator)
                 train_features = features[:, :n]
                 mean_features = features[:, n:].mean(0)
-                more_train = torch.tensordot(train_features, train_features, ([2], [2])) / count
-                more_carry = torch.tensordot(mean_features, train_features, ([1], [2])) / count
+                more_train = torch.einsum("aif,bjf->aibj", train_features, train_features) / count
+                more_carry = torch.einsum("tf,bjf->tbj", mean_features, train_features) / count
             train_kernel = train_kernel + scale * more_train
             carry = carry + scale * more_carry
         return train_kernel, carry

@@ -13,7 +13,8 @@ up:
 
 For ReLU perceptrons without biases :math:`t_l = 1` and :math:`\kappa_l = 6 \kappa_v`, so the tails
 of a law cost width. For a ``balanced`` law the squares of a layer's values have a fixed mean; the
-part of the variance that this mean would add is subtracted. ``docs/theory.md`` derives the formula.
+part of the variance that this mean would add is subtracted. ``docs/theory-derivations.md`` derives
+the formula.
 """
 
 from __future__ import annotations
