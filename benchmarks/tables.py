@@ -2,6 +2,7 @@
 
     python -m benchmarks.tables develop          # fits on the tables that defaults are chosen by
     python -m benchmarks.tables run              # fits on the blind tables, then the report
+    python -m benchmarks.tables list             # the blind tables and their sizes, without a fit
     python -m benchmarks.tables report           # what is measured so far, as text and a figure
     python -m benchmarks.tables run --rows 1000 --splits 1 --only tabm lightgbm --tables ames
 
@@ -334,11 +335,20 @@ def run(path: Path, cells: list[Cell], options: argparse.Namespace) -> None:
         sys.stdout.flush()
 
 
+def print_tables(names: list[str]) -> None:
+    """Print kind and size of each table before anything is fitted."""
+    for name in names:
+        X, y = tables_data.load(name)
+        kind = tables_data.TABLES[name].kind
+        print(f"{name:>16}: {kind}, {len(y)} rows, {X.shape[1]} columns")
+    sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("develop", "run", "report"))
+    parser.add_argument("what", choices=("develop", "run", "list", "report"))
     parser.add_argument("--tables", nargs="+", metavar="TABLE", help="some of the list")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1000, 5000, 15_000], help="to fit")
@@ -352,6 +362,9 @@ def main() -> None:
     tables = options.tables or list(listed)
     if unknown := sorted(set(tables) - set(listed)):
         parser.error(f"{', '.join(unknown)}: not in the list of `{options.what}`: {list(listed)}")
+    print_tables(tables)
+    if options.what == "list":
+        return
     path = RESULTS / ("develop.csv" if options.what == "develop" else "blind.csv")
     if options.what != "report":
         run(path, plan(tables, options.only, options), options)

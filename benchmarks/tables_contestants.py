@@ -166,6 +166,11 @@ def embens_untuned(part: Part, seed: int) -> Model:
     return embens(part, seed, tune=False)
 
 
+def embens_folds(part: Part, seed: int) -> Model:
+    """Ours with cross-fitting, `folds=4`, and without tuning."""
+    return embens(part, seed, tune=False, folds=4)
+
+
 def separate(part: Part, seed: int) -> Model:
     """As many separate networks as ours has members, with our inputs, training and calibration."""
     return embens(part, seed, family="independent")
@@ -342,6 +347,7 @@ def random_forest(part: Part, seed: int) -> Model:
 CONTESTANTS: dict[str, Callable[[Part, int], Model]] = {
     "embens": embens,
     "embens_untuned": embens_untuned,
+    "embens_folds": embens_folds,
     "separate": separate,
     "tabm": tabm,
     "realmlp": realmlp,
@@ -352,7 +358,7 @@ CONTESTANTS: dict[str, Callable[[Part, int], Model]] = {
     "hist_gradient_boosting": hist_gradient_boosting,
     "random_forest": random_forest,
 }
-OURS = ("embens", "embens_untuned", "separate")
+OURS = ("embens", "embens_untuned", "embens_folds", "separate")
 BOOSTING = ("lightgbm", "xgboost", "catboost", "catboost_all_rows", "hist_gradient_boosting")
 PRELOAD = ["torch", "sklearn.ensemble", "lightgbm", "xgboost", "catboost", "pytabkit"]
 """What contestants import, for the process that others are forked from."""

@@ -3,6 +3,18 @@
 ``EmbeddedEnsembleClassifier`` and ``EmbeddedEnsembleRegressor`` preprocess, tune, train and
 calibrate by themselves. ``load`` reads files that they ``save``. ``neg_nll`` and ``neg_crps`` are
 scorers for ``scoring=``.
+
+A fit goes through these files, in this order:
+
+1. ``estimator`` (with ``classifier``, ``regressor``): arguments, ``fit``, predictions.
+2. ``defaults``: valid arguments and the values of "auto".
+3. ``frames``: read a table. ``targets``, ``gaussians``: heads, which read the target, are the
+   likelihood and turn outputs into predictions.
+4. ``preparation``: split the rows and encode them. ``columns``, ``bins``: learn the encoding.
+5. ``pipeline``: search, training, calibration; ``groups``: the same with cross-fitting.
+6. ``perceptron``: encoder, network, ensemble. ``descent``: the training loop.
+
+Predictions use ``predictor``. ``display``, ``storage`` and ``parsing`` show, save and load a model.
 """
 
 try:

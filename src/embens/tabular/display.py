@@ -80,7 +80,20 @@ class Display:
         return [*fitted.preprocessing.notes, *fitted.remarks]
 
     def summary(self: Any) -> str:
-        """Return a few lines about the fitted estimator."""
+        """Return a few lines about the fitted estimator.
+
+        Returns:
+            The class, then one line for each fact and note.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> print(model.summary().splitlines()[2])
+            columns                4 numeric, 0 categorical
+        """
         facts = self._facts()
         width = max(len(name) for name in facts)
         lines = [type(self).__name__]
@@ -93,6 +106,18 @@ class Display:
 
         Args:
             path: a file to write it to as well.
+
+        Returns:
+            The text of the card.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.model_card().splitlines()[0]
+            '# EmbeddedEnsembleClassifier'
         """
         coverage = "predict_set and predict_interval need held-out rows, and this fit had none."
         if self.head_.scores is not None:
@@ -112,7 +137,23 @@ class Display:
         return text
 
     def plot_history(self: Any, ax: Any = None) -> Axes:
-        """Plot the losses against the epoch; a vertical line marks the weights that were kept."""
+        """Plot the losses against the epoch; a vertical line marks the weights that were kept.
+
+        Args:
+            ax: the axes to draw on; None for new ones.
+
+        Returns:
+            The axes.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.plot_history().get_ylabel()
+            'loss'
+        """
         frame = self.history_.set_index("epoch")
         names = {"loss": "training, mean of members"}
         if "validation_loss" in frame:
@@ -137,6 +178,18 @@ class Display:
             y: their targets.
             ax: the axes to draw on; None for new ones.
             bins: number of bins or quantiles.
+
+        Returns:
+            The axes.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.plot_reliability(X, y).get_ylabel()
+            'accuracy'
         """
         from matplotlib import pyplot
 
@@ -163,7 +216,23 @@ class Display:
         return ax
 
     def plot_members(self: Any, ax: Any = None) -> Axes:
-        """Plot the held-out loss of each member, with a line for the ensemble."""
+        """Plot the held-out loss of each member, with a line for the ensemble.
+
+        Args:
+            ax: the axes to draw on; None for new ones.
+
+        Returns:
+            The axes.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.plot_members().get_xlabel()
+            'member'
+        """
         column = "loss"
         if self.held_out_ is not None:
             column = "held_out_loss"
@@ -189,6 +258,15 @@ class Display:
 
         Returns:
             A frame with ``mean`` and ``std`` of the loss of score, indexed by column name.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> model.importances(X, y, repeats=2).shape
+            (4, 2)
         """
         from sklearn.inspection import permutation_importance
 
@@ -212,7 +290,27 @@ class Display:
     def plot_importances(
         self: Any, X: Any, y: Any, ax: Any = None, *, most: int = 20, repeats: int = 5
     ) -> Axes:
-        """Plot the largest permutation importances; see :meth:`importances`."""
+        """Plot the largest permutation importances.
+
+        Args:
+            X: rows that were not fitted.
+            y: their targets.
+            ax: the axes to draw on; None for new ones.
+            most: number of columns to show.
+            repeats: permutations of each column, as in :meth:`importances`.
+
+        Returns:
+            The axes.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.fit(X, y)
+            >>> len(model.plot_importances(X, y, repeats=2).patches)
+            4
+        """
         table = self.importances(X, y, repeats=repeats)[:most][::-1]
         return table["mean"].plot.barh(
             xerr=table["std"], ax=ax, xlabel="decrease of the score if permuted", color="0.6"

@@ -62,7 +62,19 @@ PREDICTION_ROWS = 512  # rows that are predicted at a time: hidden units stay in
 
 
 class Uncertainty(NamedTuple):
-    """Uncertainty of each row and its two parts: total = aleatoric + epistemic."""
+    """Uncertainty of each row and its two parts: total = aleatoric + epistemic.
+
+    Attributes:
+        total: ``(row,)``, or ``(row, target)`` for several targets.
+        aleatoric: the part that more training rows would not reduce; same shape.
+        epistemic: the disagreement of the members; same shape.
+
+    Example:
+        >>> uncertainty = Uncertainty(np.array([3.0]), np.array([2.0]), np.array([1.0]))
+        >>> total, aleatoric, epistemic = uncertainty
+        >>> total
+        array([3.])
+    """
 
     total: np.ndarray
     aleatoric: np.ndarray
@@ -94,6 +106,14 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
         Returns:
             The estimator.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model.fit(X, y).sizes_.members
+            2
         """
         previous = None
         if self.warm_start:
@@ -114,6 +134,14 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
         Returns:
             The estimator.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model = model.partial_fit(X[::2], y[::2], classes=[0, 1, 2])
+            >>> model = model.partial_fit(X[1::2], y[1::2])
         """
         return self._fit(X, y, sample_weight, getattr(self, "fitted_", None), classes)
 
@@ -188,6 +216,14 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
         Raises:
             ValueError: if no rows were held out.
+
+        Example:
+            >>> from sklearn.datasets import load_iris
+            >>> from embens.tabular import EmbeddedEnsembleClassifier
+            >>> X, y = load_iris(return_X_y=True)
+            >>> model = EmbeddedEnsembleClassifier(members=2, max_epochs=2, tune=False)
+            >>> model.fit(X, y).conformal_scores().shape  # a fourth of 30 held-out rows
+            torch.Size([7, 1])
         """
         scores = self.head_.scores
         if scores is None:
@@ -279,12 +315,26 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         return np.array(names, dtype=object)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the fitted estimator to one file, without pickle."""
+        """Write the fitted estimator to one file, without pickle.
+
+        Args:
+            path: the file. :func:`embens.tabular.load` reads it, and has an example.
+        """
         storage.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read an estimator of this class that :meth:`save` wrote."""
+        """Read an estimator of this class that :meth:`save` wrote.
+
+        Args:
+            path: the file. Nothing in it is executed.
+
+        Returns:
+            The fitted estimator.
+
+        Raises:
+            embens.files.Refused: if the file is damaged or holds something else.
+        """
         return storage.load(path, [cls])
 
     def to_onnx(self, path: str | os.PathLike[str]) -> None:
@@ -295,6 +345,9 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         parts of dates. The outputs are ``probabilities`` of a classifier (``probabilities_0``, …
         of several labels), or ``predicted_mean`` and ``predicted_std`` of a regressor. The file is
         checked with onnxruntime.
+
+        Args:
+            path: the file.
 
         Raises:
             ValueError: if the table has categorical columns, or the target transform is
@@ -315,6 +368,15 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
 def load(path: str | os.PathLike[str]) -> TableEstimator:
     """Read an estimator that its method ``save`` wrote.
+
+    Args:
+        path: the file. Nothing in it is executed.
+
+    Returns:
+        The fitted estimator.
+
+    Raises:
+        embens.files.Refused: if the file is damaged or holds something else.
 
     Example:
         >>> import tempfile
