@@ -342,12 +342,13 @@ CLAIMS = [
 
 
 def best_text(rows: Rows, column: str, text: str, choose: Callable[..., str]) -> str:
-    """Return a title with the best system of a column at the largest budget."""
-    largest = rows.last("budget")
+    """Return a title with the best system of a column at the largest budget of all references."""
+    budgets = rows.where(system=SEPARATE)["budget"].unique()
+    largest = rows.where(budget=list(budgets)).last("budget")
     means = largest.frame.groupby("system")[column].mean().to_dict()
     best = choose(means, key=means.__getitem__)
     budget = int(largest["budget"].iloc[0])
-    return f"{text}: {best} is best at {budget} ×"
+    return f"{text}, best at {budget} ×: {best}"
 
 
 def colours_of_systems() -> dict[str, str]:
