@@ -26,6 +26,10 @@ LABELS = {
     "member_train_accuracy": "mean member accuracy, train",
     "correlation": "correlation of errors, test",
     "nll": "log loss, test",
+    "scaled_nll": "log loss after scaling",
+    "calibration": "calibration error",
+    "auroc": "area under the ROC curve",
+    "inference_seconds": "seconds per 1,000 images",
 }
 """Axis labels of columns; other columns are labelled by their names."""
 

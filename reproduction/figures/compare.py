@@ -44,7 +44,7 @@ from reproduction.drawing import (
 from reproduction.grid.cells import Cell, Row, sweep, training_cost
 from reproduction.grid.settings import build_reference, count_parameters, recorded_rates
 from reproduction.problems import Problem, load_problem, timed
-from reproduction.rows import Frame, MissingCellsError, Rows
+from reproduction.rows import Frame, MissingCellsError, Rows, fit_slope
 from reproduction.training import Training, outputs_of, score, train
 
 # Names without commas, so that ``--only`` can list them.
@@ -280,6 +280,18 @@ def too_many_members(rows: Rows) -> float:
     return smallest.where(system=SIGNS[2]).mean("nll") - smallest.where(system=SIGNS[0]).mean("nll")
 
 
+def trend_of_advantage(rows: Rows) -> float:
+    """Return the change per doubling of compute of the scaled log loss, two members minus one."""
+    ours = rows.where(system=TWO)
+    budgets = sorted(set(ours["budget"]) & set(rows.where(system=ONE)["budget"]))
+    differences = []
+    for budget in budgets:
+        equal = rows.where(budget=budget)
+        difference = equal.where(system=TWO).mean("scaled_nll")
+        differences.append(difference - equal.where(system=ONE).mean("scaled_nll"))
+    return fit_slope([math.log2(budget) for budget in budgets], differences)
+
+
 OVER_BUDGETS = "difference at equal compute, mean over budgets ≥ 2"
 TWO = SIGNS[0]
 CLAIMS = [
@@ -333,6 +345,12 @@ CLAIMS = [
         above=0.0,
     ),
     Claim(
+        statement="two members gain on one network as the compute grows",
+        measure="difference of log losses after scaling, change per doubling of compute",
+        statistic=trend_of_advantage,
+        below=0.0,
+    ),
+    Claim(
         statement="eight members are too many for the compute of one network",
         measure="log loss, M=8 minus M=2, at the smallest budget",
         statistic=too_many_members,
@@ -342,12 +360,13 @@ CLAIMS = [
 
 
 def best_text(rows: Rows, column: str, text: str, choose: Callable[..., str]) -> str:
-    """Return a title with the best system of a column at the largest budget."""
-    largest = rows.last("budget")
+    """Return a title with the best system of a column at the largest budget of all references."""
+    budgets = rows.where(system=SEPARATE)["budget"].unique()
+    largest = rows.where(budget=list(budgets)).last("budget")
     means = largest.frame.groupby("system")[column].mean().to_dict()
     best = choose(means, key=means.__getitem__)
     budget = int(largest["budget"].iloc[0])
-    return f"{text}: {best} is best at {budget} ×"
+    return f"{text}, best at {budget} ×: {best}"
 
 
 def colours_of_systems() -> dict[str, str]:

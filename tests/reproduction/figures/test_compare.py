@@ -23,7 +23,9 @@ SETTING = cells_of("compare", PRESETS["quick"], [0])[0].setting
 def rows(c, true, noise):
     quality = {ONE: 0.3, WIDE: 0.29, SEPARATE: 0.21, SIGNS[0]: 0.25, SIGNS[1]: 0.215}
     loss = quality.get(c["system"], 0.35) - 0.01 * math.log2(c["budget"])
-    if c["system"] in SIGNS and not true:
+    if c["system"] in SIGNS and true:
+        loss -= 0.01 * math.log2(c["budget"])
+    elif c["system"] in SIGNS:
         loss = 0.4 if c["system"] != SIGNS[2] else 0.2
     return {
         "accuracy": 1 - loss + noise(0.001),
@@ -65,6 +67,12 @@ def test_systems_are_compared_at_budgets_of_both():
     assert compare.advantage(rows, "nll", SIGNS[0], ONE) == pytest.approx(-0.1)
     with pytest.raises(MissingCellsError, match="budget of both"):
         compare.advantage(Rows(table_of({(ONE, 4): 1.0, (SIGNS[0], 2): 1.0})), "nll", SIGNS[0], ONE)
+
+
+def test_the_trend_is_a_slope_per_doubling():
+    rows = Rows(table_of({**LOSSES, (ONE, 1): 0.2}))
+    # The differences are -0.2 at 1 × and -0.1 at 2 ×.
+    assert compare.trend_of_advantage(rows) == pytest.approx(0.1)
 
 
 def test_the_summary_states_the_difference_at_the_largest_budget():
