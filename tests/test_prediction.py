@@ -397,3 +397,28 @@ class TestConformalIntervals:
 def test_the_device_is_that_of_the_ensemble(function, x):
     with pytest.raises(TypeError, match=r"has no argument 'device'\. .*ensemble.to\(device\)"):
         function(embens.batch_ensemble(reference(), 3), x, device="cpu")
+
+
+def test_inputs_of_another_type_raise_with_the_fix():
+    ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 3)
+    x = torch.zeros(6, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError) as caught:
+        predict(ensemble, x)
+    assert "Convert the inputs with x.to(torch.float32)" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError) as caught:
+        embens.fit(ensemble, (x, torch.zeros(6, dtype=torch.int64)), epochs=1)
+    assert "Convert the inputs with x.to(torch.float32)" in caught.value.__notes__[0]
+
+
+def test_targets_may_be_arrays():
+    numpy = pytest.importorskip("numpy")
+    outputs = torch.randn(3, 40, 2, generator=torch.Generator().manual_seed(0))
+    classes = torch.arange(40) % 2
+    prediction = Prediction(outputs)
+    sets = prediction.conformal_sets(prediction, numpy.asarray(classes))
+    assert sets.covered(numpy.asarray(classes)) == sets.covered(classes)
+    assert prediction.temperature(numpy.asarray(classes)) == prediction.temperature(classes)
+    values = Prediction(outputs[..., 0], "regression")
+    array = numpy.linspace(-1.0, 1.0, 40)
+    intervals = values.conformal_intervals(values, array)
+    assert intervals.covered(array) == intervals.covered(torch.as_tensor(array))

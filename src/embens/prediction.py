@@ -397,6 +397,7 @@ class Prediction:
             axes.plot([0, 1], [0, 1], "k:")
             for row, (name, prediction) in enumerate(curves.items()):
                 outputs = prediction._outputs("plot_reliability", "classification")
+                target = prediction._check_target(target)
                 diagram = metrics.reliability(outputs, target, bins=10)
                 error = metrics.expected_calibration_error(outputs, target)
                 label = f"{name}: calibration error {error:.3f}"
@@ -459,6 +460,7 @@ class Prediction:
     def _check_target(self, target: Tensor) -> Tensor:
         """Check the target of this prediction and move it to the device of the outputs."""
         rows = len(self.mean)
+        target = sources.as_tensors(target)
         if not isinstance(target, Tensor):
             raise TypeError(
                 f"target must be a tensor with {rows} rows, got {type(target).__name__}."
@@ -520,11 +522,11 @@ def predict(
 
     Args:
         ensemble: the ensemble; its mode is restored afterwards.
-        x: inputs ``(batch, …)`` as a tensor or a numpy array; a tuple for several inputs, or a dict
-            by argument name; a data set or a loader, whose targets are ignored (the last element of
-            an item is the target, unless it is the only one). Batches are moved to the device of
-            the ensemble, outputs back to the device of the inputs. Floating arrays are converted to
-            the dtype of the ensemble.
+        x: inputs ``(batch, …)`` as a tensor, an array or a numeric table; a tuple for several
+            inputs, or a dict by argument name; a data set or a loader, whose targets are ignored
+            (the last element of an item is the target, unless it is the only one). Batches are
+            moved to the device of the ensemble, outputs back to the device of the inputs. Floating
+            arrays are converted to the dtype of the ensemble.
         batch_size: samples per batch; a loader has a fixed one.
         members: number of masks to draw, if the ensemble resamples its masks at each pass; one mask
             is used for all samples. None: the number of members of the ensemble.
@@ -580,7 +582,11 @@ def run_batches(
     first_row = 0
     with evaluating(ensemble), torch.no_grad():
         for inputs in batches:
-            outputs = _run(ensemble, inputs, seeds)
+            try:
+                outputs = _run(ensemble, inputs, seeds)
+            except RuntimeError as error:
+                sources.note_dtypes(error, inputs, floating_dtype(ensemble))
+                raise
             _check_finite(inputs, outputs, first_row)
             device = tree_leaves(inputs)[0].device
             parts.append(_select_members(outputs, count, device))
