@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from embens.checks import check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
+from embens.inference import floating_dtype
 from embens.modes import evaluating
 from embens.optim import Gamma
-from embens.prediction import floating_dtype
 from embens.sources import count_inputs
 from embens.training import processes
 from embens.training.batches import AnySource, batches_of

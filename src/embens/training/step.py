@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from embens.prediction import floating_dtype
+from embens.inference import floating_dtype
 from embens.sources import note_dtypes
 from embens.training import processes
 from embens.training.batches import Minibatch
