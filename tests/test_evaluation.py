@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import embens
 from embens import metrics
 from embens.evaluation import evaluate, regression_scores
-from embens.prediction import Prediction, predict
+from embens.inference import predict
+from embens.prediction import Prediction
 
 CLASSIFICATION = {
     "accuracy",

@@ -6,15 +6,13 @@ import math
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import embens
-from embens import metrics
-from embens.prediction import Prediction, predict
+from embens.prediction import Prediction
 
 
 def reference(outputs: int = 3) -> nn.Module:
@@ -33,66 +31,36 @@ def x() -> torch.Tensor:
     return torch.randn(23, 4, generator=torch.Generator().manual_seed(1))
 
 
-FAMILIES = {
-    "batch ensemble": lambda net: embens.batch_ensemble(net, 5),
-    "masks": lambda net: embens.mc_dropout(net, 5, fresh=False),
-    "last layer": lambda net: embens.last_layer_dropout(net, 5),
-    "independent": lambda net: embens.independent(net, 5),
-}
+class Several(nn.Module):
+    """Returns logits among other outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.hidden(x))
+        return {"logits": self.head(hidden), "hidden": hidden}
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 1024])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
-def test_members_are_the_outputs_in_evaluation_mode(family, batch_size, x):
-    ensemble = family(reference())
-    prediction = predict(ensemble, x, batch_size=batch_size)
-    assert ensemble.training
-    assert not prediction.members.requires_grad
-    ensemble.eval()
-    outputs = ensemble(x).detach()
-    torch.testing.assert_close(prediction.members, outputs)
-    torch.testing.assert_close(prediction.mean, outputs.mean(0))
-    torch.testing.assert_close(prediction.variance, outputs.var(0, correction=0))
+def predictions(x) -> dict[str, Prediction]:
+    return {
+        "classes": embens.predict(embens.batch_ensemble(reference(), 3), x),
+        "values": embens.predict(embens.batch_ensemble(reference(1), 3), x, task="regression"),
+        "several outputs": embens.predict(embens.batch_ensemble(Several(), 3), x),
+    }
 
 
-def test_class_uncertainties_equal_their_formulas(x):
-    prediction = predict(embens.batch_ensemble(reference(), 5), x)
-    probabilities = prediction.members.softmax(-1)
-    mean = probabilities.mean(0)
-    entropy = -(mean * mean.log()).sum(-1)
-    information = entropy + (probabilities * probabilities.log()).sum(-1).mean(0)
-    torch.testing.assert_close(prediction.probabilities, mean)
-    torch.testing.assert_close(prediction.entropy, entropy)
-    torch.testing.assert_close(prediction.mutual_information, information, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(prediction.entropy, metrics.predictive_entropy(prediction.members))
+def assert_same(actual: Prediction, expected: Prediction) -> None:
+    assert type(actual) is Prediction
+    assert actual.task == expected.task
+    assert torch.equal(actual.members, expected.members)
+    assert (actual.outputs is None) == (expected.outputs is None)
+    if expected.outputs is not None:
+        assert torch.equal(actual["hidden"].members, expected["hidden"].members)
 
 
-def test_the_variance_of_a_gaussian_mixture_has_two_parts(x):
-    prediction = predict(embens.batch_ensemble(reference(2), 5), x, task="gaussian")
-    means, variances = prediction.members[..., 0], prediction.members[..., 1].exp()
-    torch.testing.assert_close(prediction.mean, means.mean(0))
-    torch.testing.assert_close(prediction.aleatoric, variances.mean(0))
-    torch.testing.assert_close(prediction.epistemic, means.var(0, correction=0))
-    second = (means.square() + variances).mean(0)
-    torch.testing.assert_close(prediction.variance, second - prediction.mean.square())
-    torch.testing.assert_close(prediction.std, prediction.variance.sqrt())
-
-
-def test_point_predictions_have_no_aleatoric_part(x):
-    prediction = predict(embens.batch_ensemble(reference(2), 5), x, task="regression")
-    assert prediction.mean.shape == (23, 2)
-    assert not prediction.aleatoric.any()
-    assert torch.equal(prediction.variance, prediction.epistemic)
-
-
-def test_intervals_of_point_predictions_are_those_of_a_normal(x):
-    prediction = predict(embens.batch_ensemble(reference(1), 5), x, task="regression")
-    low, high = prediction.interval(0.9)
-    assert low.shape == high.shape == (23, 1)
-    torch.testing.assert_close((low + high) / 2, prediction.mean)
-    torch.testing.assert_close(high, prediction.mean + 1.6448536 * prediction.std)
-    torch.testing.assert_close(prediction.quantile(0.05), low)
-    torch.testing.assert_close(prediction.quantile(0.5), prediction.mean)
+KINDS = pytest.mark.parametrize("kind", ["classes", "values", "several outputs"])
 
 
 def test_intervals_of_gaussian_members_are_those_of_the_mixture():
@@ -109,208 +77,6 @@ def test_intervals_of_gaussian_members_are_those_of_the_mixture():
         prediction.interval(90)
     with pytest.raises(ValueError, match="q must be a number between 0 and 1, got 0"):
         prediction.quantile(0)
-
-
-@pytest.mark.parametrize("members", [1, 5, 8])
-def test_the_requested_number_of_fresh_masks_is_drawn(members, x):
-    ensemble = embens.mc_dropout(reference(), 5, fresh=True, law=embens.laws.Normal())
-
-    def run(batch_size, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        return predict(
-            ensemble, x, members=members, batch_size=batch_size, generator=generator
-        ).members
-
-    outputs = run(1024)
-    assert outputs.shape == (members, 23, 3)
-    assert len({tuple(o.flatten().tolist()) for o in outputs}) == members
-    torch.testing.assert_close(run(7), outputs)  # the same masks for all batches
-    assert not torch.equal(run(1024, seed=1), outputs)
-
-
-def test_fresh_masks_come_from_the_global_generator_by_default(x):
-    ensemble = embens.mc_dropout(reference(), 5, fresh=True)
-    torch.manual_seed(3)
-    first = predict(ensemble, x).members
-    second = predict(ensemble, x).members
-    torch.manual_seed(3)
-    assert torch.equal(predict(ensemble, x).members, first)
-    assert not torch.equal(first, second)
-
-
-def test_the_mode_of_every_module_is_restored(x):
-    ensemble = embens.batch_ensemble(reference(), 3)
-    frozen = next(m for m in ensemble.modules() if isinstance(m, nn.BatchNorm1d))
-    frozen.eval()
-    modes = [m.training for m in ensemble.modules()]
-    predict(ensemble, x)
-    assert [m.training for m in ensemble.modules()] == modes
-    with pytest.raises(RuntimeError):
-        predict(ensemble, x[:, :2])
-    assert [m.training for m in ensemble.modules()] == modes
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_dtype_is_kept(dtype, x):
-    ensemble = embens.batch_ensemble(reference().to(dtype), 3)
-    prediction = predict(ensemble, x.to(dtype))
-    assert prediction.members.dtype == prediction.mean.dtype == dtype
-    assert prediction.entropy.isfinite().all()
-
-
-def test_several_inputs_and_empty_batches_work(x):
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 8), nn.Linear(4, 8)
-            self.head = nn.Linear(8, 3)
-
-        def forward(self, a, b):
-            return self.head(torch.relu(self.first(a) + self.second(b)))
-
-    ensemble = embens.batch_ensemble(Sum(), 3)
-    assert predict(ensemble, (x, x), batch_size=5).members.shape == (3, 23, 3)
-    assert predict(ensemble, (x[:0], x[:0])).mean.shape == (0, 3)
-    with pytest.raises(ValueError, match="same number of rows in all tensors"):
-        predict(ensemble, (x, x[:3]))
-
-
-def test_invalid_arguments_raise(x):
-    ensemble = embens.batch_ensemble(reference(), 5)
-    with pytest.raises(ValueError, match=r"members=7 needs masks .* the 5 members .*fresh=True"):
-        predict(ensemble, x, members=7)
-    with pytest.raises(ValueError, match="task: unknown 'regresion'; did you mean 'regression'"):
-        predict(ensemble, x, task="regresion")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="batch_size must be a positive integer, got 0"):
-        predict(ensemble, x, batch_size=0)
-    with pytest.raises(TypeError, match=r"x must be a tensor \(batch, …\)"):
-        predict(ensemble, x.tolist())
-    with pytest.raises(ValueError, match=r"needs outputs \(…, 2\)"):
-        predict(ensemble, x, task="gaussian")
-    with pytest.raises(ValueError, match="entropy is defined for 'classification'"):
-        _ = predict(ensemble, x, task="regression").entropy
-    with pytest.raises(ValueError, match="aleatoric is defined for 'regression' and 'gaussian'"):
-        _ = Prediction(ensemble(x)).aleatoric
-    with pytest.raises(ValueError, match="x must contain at least one batch"):
-        predict(ensemble, iter([]))
-    with pytest.raises(TypeError, match="'batchsize'; did you mean 'batch_size'"):
-        predict(ensemble, x, batchsize=3)
-    fresh = embens.mc_dropout(reference(), 5, fresh=True)
-    with pytest.raises(ValueError, match="members must be a positive integer, got 0"):
-        predict(fresh, x, members=0)
-
-
-@pytest.mark.parametrize("as_tuple", [True, False])
-def test_named_inputs_and_several_outputs_work(as_tuple, x):
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.label, self.value = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 2)
-
-        def forward(self, a, b):
-            hidden = torch.relu(self.body(a - b))
-            outputs = {"label": self.label(hidden), "value": self.value(hidden)}
-            return tuple(outputs.values()) if as_tuple else outputs
-
-    ensemble = embens.batch_ensemble(Heads(), 3)
-    expected = ensemble(x, 2 * x)
-    label = 0 if as_tuple else "label"
-    for inputs in ((x, 2 * x), {"b": 2 * x, "a": x}):
-        prediction = predict(ensemble, inputs, batch_size=5)
-        torch.testing.assert_close(prediction.members, expected)
-        probabilities = expected[label].softmax(-1).mean(0)
-        torch.testing.assert_close(prediction[label].probabilities, probabilities)
-        with pytest.raises(TypeError, match=r"Select one output: prediction\[key\]\.entropy"):
-            _ = prediction.entropy
-    assert "(3, 23, 3)" in repr(prediction)
-    with pytest.raises(TypeError, match="single output"):
-        _ = prediction[label][0]
-
-
-def test_rows_that_are_not_finite_are_named(x):
-    ensemble = embens.batch_ensemble(reference(), 3)
-    x[[2, 9]] = torch.nan
-    with pytest.raises(ValueError, match="inputs have NaN in rows 2, 9, so the outputs are not"):
-        predict(ensemble, x)
-    with pytest.raises(ValueError, match="in row 0 of the batch that starts at row 6"):
-        predict(ensemble, x[3:], batch_size=2)
-    x[2] = torch.inf
-    with pytest.raises(ValueError, match="inputs have infinite values in row 2"):
-        predict(ensemble, x[:8])
-
-
-def make_sources(x):
-    target = torch.arange(len(x))
-    return {
-        "array": x.numpy(),
-        "double array": x.double().numpy(),
-        "tensor data set": TensorDataset(x),
-        "data set with targets": TensorDataset(x, target),
-        "loader": DataLoader(TensorDataset(x), batch_size=10),
-        "loader with targets": DataLoader(TensorDataset(x, target), batch_size=10),
-        "loader of tensors": DataLoader(x, batch_size=10),
-        "iterator": iter(x.split(10)),
-    }
-
-
-@pytest.mark.parametrize("kind", make_sources(torch.zeros(2, 4)))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_kinds_of_data_give_the_same_prediction(family, kind, x):
-    ensemble = FAMILIES[family](reference())
-    expected = predict(ensemble, x, generator=torch.Generator().manual_seed(3))
-    data = make_sources(x)[kind]
-    prediction = predict(ensemble, data, batch_size=10, generator=torch.Generator().manual_seed(3))
-    assert prediction.members.dtype == torch.float32
-    torch.testing.assert_close(prediction.members, expected.members)
-
-
-def test_arrays_get_the_dtype_of_the_ensemble(x):
-    ensemble = embens.batch_ensemble(reference().double(), 3)
-    assert predict(ensemble, np.float32(x)).members.dtype == torch.float64
-
-
-# Predictions in other people's tools
-
-
-class Several(nn.Module):
-    """Returns logits among other outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.hidden(x))
-        return {"logits": self.head(hidden), "hidden": hidden}
-
-
-def predictions(x) -> dict[str, Prediction]:
-    return {
-        "classes": predict(embens.batch_ensemble(reference(), 3), x),
-        "values": predict(embens.batch_ensemble(reference(1), 3), x, task="regression"),
-        "several outputs": predict(embens.batch_ensemble(Several(), 3), x),
-    }
-
-
-def assert_same(actual: Prediction, expected: Prediction) -> None:
-    assert type(actual) is Prediction
-    assert actual.task == expected.task
-    assert torch.equal(actual.members, expected.members)
-    assert (actual.outputs is None) == (expected.outputs is None)
-    if expected.outputs is not None:
-        assert torch.equal(actual["hidden"].members, expected["hidden"].members)
-
-
-KINDS = pytest.mark.parametrize("kind", ["classes", "values", "several outputs"])
-
-
-def test_members_are_the_logits_of_a_network_that_returns_them(x):
-    ensemble = embens.batch_ensemble(Several(), 3)
-    prediction = predict(ensemble, x, batch_size=10)
-    expected = ensemble(x)
-    torch.testing.assert_close(prediction.members, expected["logits"].detach())
-    torch.testing.assert_close(prediction["hidden"].members, expected["hidden"].detach())
-    assert prediction.probabilities.shape == (23, 3)
 
 
 @KINDS
@@ -348,6 +114,26 @@ def test_importing_embens_is_enough_to_load_a_prediction(tmp_path):
     program = f"import embens, torch; print(torch.load({str(tmp_path / 'prediction.pt')!r}))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "members of shape (2, 3, 4)" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("function", [embens.predict, embens.evaluate])
+def test_the_device_is_that_of_the_ensemble(function, x):
+    with pytest.raises(TypeError, match=r"has no argument 'device'\. .*ensemble.to\(device\)"):
+        function(embens.batch_ensemble(reference(), 3), x, device="cpu")
+
+
+def test_targets_may_be_arrays():
+    numpy = pytest.importorskip("numpy")
+    outputs = torch.randn(3, 40, 2, generator=torch.Generator().manual_seed(0))
+    classes = torch.arange(40) % 2
+    prediction = Prediction(outputs)
+    sets = prediction.conformal_sets(prediction, numpy.asarray(classes))
+    assert sets.covered(numpy.asarray(classes)) == sets.covered(classes)
+    assert prediction.temperature(numpy.asarray(classes)) == prediction.temperature(classes)
+    values = Prediction(outputs[..., 0], "regression")
+    array = numpy.linspace(-1.0, 1.0, 40)
+    intervals = values.conformal_intervals(values, array)
+    assert intervals.covered(array) == intervals.covered(torch.as_tensor(array))
 
 
 class TestConformalIntervals:
@@ -391,9 +177,3 @@ class TestConformalIntervals:
             prediction.conformal_intervals(prediction, target, 0.99)
         with pytest.raises(ValueError, match="held_out must have the task"):
             prediction.conformal_intervals(Prediction(prediction.members), target)
-
-
-@pytest.mark.parametrize("function", [embens.predict, embens.evaluate])
-def test_the_device_is_that_of_the_ensemble(function, x):
-    with pytest.raises(TypeError, match=r"has no argument 'device'\. .*ensemble.to\(device\)"):
-        function(embens.batch_ensemble(reference(), 3), x, device="cpu")

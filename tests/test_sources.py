@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from embens.sources import (
+    as_tensors,
     count_inputs,
     has_weights,
     input_batches,
@@ -168,3 +169,13 @@ def test_weights_of_nested_inputs_are_the_third_part():
     assert not has_weights(((x, x), y), (2, 2))
     with pytest.raises(TypeError, match="ambiguous"):
         has_weights((x, y, w), (1, 2))
+
+
+def test_numeric_tables_of_pandas_become_tensors():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"a": [1.0, 2.0], "b": [3, 4]})
+    x, y = as_tensors((table, table["b"]), torch.float32)
+    assert torch.equal(x, torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
+    assert torch.equal(y, torch.tensor([3, 4]))
+    with pytest.raises(TypeError, match=r"must hold numbers.*embens\.tabular"):
+        as_tensors(pandas.DataFrame({"a": ["red", "blue"]}))

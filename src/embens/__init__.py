@@ -15,8 +15,9 @@ from embens.families import (
     masksembles,
     mc_dropout,
 )
+from embens.inference import predict
 from embens.optim import gaussian_nll, objective
-from embens.prediction import Prediction, predict
+from embens.prediction import Prediction
 from embens.sites import register_layer
 
 if _TYPE_CHECKING:

@@ -249,7 +249,9 @@ def check_rows(name: str, values: Any, expected: str) -> int:
     leaves = tree_leaves(values)
     valid = all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves)
     if not leaves or not valid:
-        kinds = ", ".join(type(leaf).__name__ for leaf in leaves)
+        kinds = ", ".join(type(leaf).__name__ for leaf in leaves[:MAX_ROWS])
+        if len(leaves) > MAX_ROWS:
+            kinds += ", …"
         raise TypeError(f"{name} must be {expected}, got ({kinds}).")
     rows = len(leaves[0])
     if any(len(leaf) != rows for leaf in leaves):

@@ -33,7 +33,7 @@ class Fields:
         >>> fields = Fields({"members": 0}, "x.safetensors: spec", ["members"])
         >>> fields.whole("members")
         Traceback (most recent call last):
-        embens.files.Refused: x.safetensors: spec.members must be an integer of at least 1, got 0...
+        embens.files.tensors.Refused: x.safetensors: spec.members must be an integer of at least ...
     """
 
     def __init__(

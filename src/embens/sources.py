@@ -3,7 +3,7 @@
 Inputs are a tensor, a tuple of tensors (several inputs), or a dict of tensors by the argument names
 of the network. Items of a data set and batches of a loader are ``(inputs, target)`` as for
 :func:`embens.fit`: ``(x, z, target)`` means ``((x, z), target)``, and a dict may contain the target
-under "labels". Arrays of numpy are converted to tensors.
+under "labels". Arrays of numpy and tables of pandas are converted to tensors.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from embens.checks import check_rows
@@ -180,11 +180,14 @@ def has_weights(values: Any, counts: tuple[int, float] | None) -> bool:
 
 
 def as_tensors(values: Any, dtype: torch.dtype | None = None) -> Any:
-    """Convert the numpy arrays of a nested container to tensors; keep everything else.
+    """Convert arrays of numpy and tables of pandas to tensors; keep everything else.
 
     Args:
-        values: an array, or a nested container.
+        values: an array, a table or a column of numbers, or a nested container.
         dtype: type of the tensors made from floating arrays; None: the type of the array.
+
+    Raises:
+        TypeError: if an array or a table holds anything but numbers.
 
     Example:
         >>> import numpy as np
@@ -193,14 +196,38 @@ def as_tensors(values: Any, dtype: torch.dtype | None = None) -> Any:
     """
 
     def convert(leaf: Any) -> Any:
-        if type(leaf).__module__ != "numpy" or not hasattr(leaf, "__array__"):
+        library = type(leaf).__module__.split(".")[0]
+        if library not in ("numpy", "pandas") or not hasattr(leaf, "__array__"):
             return leaf
-        tensor = torch.tensor(leaf)  # a copy, since arrays may be read-only
+        array = leaf.to_numpy() if library == "pandas" else leaf
+        if array.dtype.kind not in "biufc":
+            raise TypeError(
+                f"arrays and tables must hold numbers, got dtype {array.dtype}. Encode texts and "
+                "categories as numbers, or use embens.tabular."
+            )
+        tensor = torch.tensor(array)  # a copy, since arrays may be read-only
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         return tensor
 
     return tree_map(convert, values)
+
+
+def note_dtypes(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
+    """Add the fix to an error of torch if inputs have another floating type than the network.
+
+    Args:
+        error: raised by the network.
+        inputs: a tensor, or a nested container.
+        dtype: of the parameters.
+    """
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:
+            error.add_note(
+                f"The inputs are {leaf.dtype} and the network is {dtype}. Convert the inputs with "
+                f"x.to({dtype})."
+            )
+            return
 
 
 def _drop_weights(values: Any, counts: tuple[int, float] | None) -> Any:

@@ -282,6 +282,7 @@ class ConformalSets:
         Args:
             target: class indices ``(batch,)``.
         """
+        target = torch.as_tensor(target)
         if target.shape != self.sets.shape[:1]:
             raise ValueError(
                 f"target must contain one class per row, shape ({len(self.sets)},), got shape "
@@ -326,6 +327,7 @@ class ConformalIntervals:
         Args:
             target: values with the shape of ``low``, apart from axes of length 1.
         """
+        target = torch.as_tensor(target)
         if target.numel() != self.low.numel():
             raise ValueError(
                 f"target must have the shape of the intervals, {tuple(self.low.shape)}, got "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import time
 
 import pytest
 import torch
@@ -355,3 +356,16 @@ def test_a_run_of_many_time_limits_equals_an_uninterrupted_one(tmp_path):
 def test_a_limit_that_is_not_positive_raises():
     with pytest.raises(ValueError, match="seconds must be a number above 0"):
         TimeLimit(0)
+
+
+def test_the_time_limit_includes_the_preparation_of_the_data():
+    class SlowRows(problem.Pairs):
+        def __len__(self):
+            time.sleep(0.2)
+            return super().__len__()
+
+    history = fit(
+        problem.ensemble(), SlowRows(*problem.data()), epochs=50, callbacks=[TimeLimit(0.1)]
+    )
+    assert history.stopped == "time"
+    assert len(history.epochs) == 1

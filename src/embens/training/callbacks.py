@@ -209,7 +209,7 @@ class TimeLimit(Callback):
     With a :class:`Checkpoint` the next run continues where this one stopped.
 
     Args:
-        seconds: of wall-clock time, above 0.
+        seconds: of wall-clock time since the start of ``fit``, above 0.
 
     Example:
         >>> callbacks = [TimeLimit(3600)]
@@ -225,8 +225,8 @@ class TimeLimit(Callback):
         """Return nothing: a run may continue with another limit."""
         return {}
 
-    def on_start(self, run: Run) -> None:
-        """Start the clock."""
+    def setup(self, options: Options) -> None:
+        """Start the clock, before the data are prepared."""
         self._deadline = time.monotonic() + self.seconds
 
     def on_step(self, run: Run) -> None:

@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from embens.checks import check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
+from embens.inference import floating_dtype
 from embens.modes import evaluating
 from embens.optim import Gamma
-from embens.prediction import floating_dtype
 from embens.sources import count_inputs
 from embens.training import processes
 from embens.training.batches import AnySource, batches_of
@@ -102,8 +102,8 @@ def fit(
         seed: of the sample order and of all randomness in the network and the data set.
         callbacks: objects of subclasses of :class:`embens.training.Callback`, or functions of
             ``(ensemble, record)`` to be called after each epoch.
-        progress: True for a line per epoch on the error stream; None: at most one every five
-            seconds, or a bar in a terminal; False: nothing.
+        progress: False: print nothing. Otherwise a terminal shows a bar, and other error streams
+            get one line per epoch.
 
     Returns:
         The history of losses and metrics.

@@ -10,8 +10,6 @@ from typing import Any
 
 UPDATE_INTERVAL = 0.1
 """Seconds between two updates of the progress bar."""
-LINE_INTERVAL = 5.0
-"""Seconds between two lines, if the user did not ask for all of them."""
 COLUMNS = {
     "loss": "loss",
     "ensemble_accuracy": "accuracy",
@@ -25,13 +23,11 @@ COLUMNS = {
 
 
 class Progress:
-    """A progress bar, lines, or nothing.
-
-    The bar needs a terminal and ``rich``. Elsewhere epochs print one line each.
+    """A progress bar, a line for each epoch, or nothing.
 
     Args:
-        show: True: a line for every epoch; None: at most one every few seconds, and one for the
-            last epoch; False: nothing.
+        show: False: nothing; None: a bar in a terminal (with ``rich``), and lines elsewhere; True:
+            the same.
         epochs: number of epochs.
         steps: steps per epoch; 0 if unknown.
     """
@@ -39,10 +35,8 @@ class Progress:
     def __init__(self, show: bool | None, epochs: int, steps: int):
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self.show = show is not False
-        self.interval = 0.0 if show else LINE_INTERVAL
         self.epochs = epochs
         self.updated = 0.0
-        self.printed = time.monotonic()
         self.bar: Any = None
         if not self.show or not terminal:
             return
@@ -81,7 +75,7 @@ class Progress:
 
     def epoch(self, run: Any, record: dict[str, Any]) -> None:
         """Show the record of an epoch."""
-        if not self.show or (self.bar is None and not self._is_due(run)):
+        if not self.show or sys.stderr is None:
             return
         parts = []
         for column, label in COLUMNS.items():
@@ -94,11 +88,3 @@ class Progress:
             print(text, file=sys.stderr)
         else:
             self.bar.update(self.task, completed=run.steps, text=text)
-
-    def _is_due(self, run: Any) -> bool:
-        """Return whether a line is printed for this epoch."""
-        now = time.monotonic()
-        if run.stopped is None and now - self.printed < self.interval:
-            return False
-        self.printed = now
-        return sys.stderr is not None

@@ -59,7 +59,7 @@ def check_like(value: Any, template: Any, place: str) -> None:
     Example:
         >>> check_like({"lr": "fast"}, {"lr": 0.1}, "x.safetensors: state")
         Traceback (most recent call last):
-        embens.files.Refused: x.safetensors: state.lr must be a finite number, got 'fast'...
+        embens.files.tensors.Refused: x.safetensors: state.lr must be a finite number, got 'fast'...
     """
     if isinstance(template, Tensor):
         expected = f"a tensor of {template.dtype} and shape {tuple(template.shape)}"

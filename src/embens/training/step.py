@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from embens.inference import floating_dtype
+from embens.sources import note_dtypes
 from embens.training import processes
 from embens.training.batches import Minibatch
 from embens.training.passes import explain_batch_norm
@@ -26,11 +28,14 @@ def take_step(run: Run, minibatches: list[Minibatch]) -> None:
         parameter.grad = None
     try:
         objective = _accumulate_gradients(run, minibatches)
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError) as error:
         # Code of the user may raise because values are not finite: then it is a divergence.
         if run.steps == 0:
             run.ensemble.load_state_dict(run.good_weights)
         run.check_objectives()
+        if isinstance(error, RuntimeError):
+            inputs = [batch.inputs for batch in minibatches]
+            note_dtypes(error, inputs, floating_dtype(run.ensemble))
         raise
     objective = _average_processes(run, minibatches, objective)
     scaler = run.passes.scaler

@@ -1,0 +1,48 @@
+"""Locks between processes."""
+
+import multiprocessing
+import os
+
+import pytest
+
+from embens.files import (
+    locked,
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "file.txt"
+
+
+def in_another_process(function, *arguments):
+    """Run a function in another process; return its process number and its exit code."""
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.pid, process.exitcode
+
+
+def lock_and_die(path):
+    try:
+        with locked(path, "this"):
+            os._exit(1)
+    except BlockingIOError:
+        os._exit(7)
+
+
+class TestLocks:
+    def test_have_one_owner_and_name_it(self, path):
+        with locked(path, "this"):
+            message = f"^this is in use by process {os.getpid()} on"
+            with pytest.raises(BlockingIOError, match=message), locked(path, "this"):
+                pass
+            assert in_another_process(lock_and_die, path)[1] == 7
+        assert not path.exists()
+
+    def test_of_a_dead_process_are_free(self, path):
+        process, code = in_another_process(lock_and_die, path)
+        assert code == 1
+        assert path.read_text().startswith(f"process {process} on")
+        with locked(path, "this"):
+            assert path.read_text().startswith(f"process {os.getpid()} on")
