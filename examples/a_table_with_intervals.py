@@ -12,9 +12,9 @@ from sklearn.model_selection import train_test_split
 
 from embens.tabular import EmbeddedEnsembleRegressor
 
-table, target = make_friedman1(n_samples=1700, noise=1.0, random_state=0)
+table, target = make_friedman1(n_samples=1200, noise=1.0, random_state=0)
 train, test, y_train, y_test = train_test_split(table, target, test_size=0.4, random_state=0)
-model = EmbeddedEnsembleRegressor(random_state=0, tune=False, max_epochs=40).fit(train, y_train)
+model = EmbeddedEnsembleRegressor(random_state=0, tune=False, max_epochs=30).fit(train, y_train)
 low, high = model.predict_interval(test, coverage=0.9).T
 mean = model.predict(test)
 inside = ((low <= y_test) & (y_test <= high)).mean()
