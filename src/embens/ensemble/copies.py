@@ -215,10 +215,12 @@ class MemberCopy:
             slots[key] = tensors[full_name]
             if table == "_buffers":
                 slots[key] = self.alias(full_name, tensors[full_name])
-        for _, _, copied in self.pairs:
-            for tensor in copied._parameters.values():
+        for _, module, copied in self.pairs:
+            for key, tensor in copied._parameters.items():
                 if tensor is not None and not isinstance(tensor, nn.Parameter):
                     tensor._is_param = True  # code may ask for an nn.Parameter
+                    if not torch.is_grad_enabled():
+                        _require_gradients(tensor, module._parameters.get(key))
 
     def alias(self, name: str, buffer: Tensor) -> Tensor:
         """Return a buffer of the member for its code to update.
@@ -294,6 +296,19 @@ class MemberCopy:
 
         module.register_forward_pre_hook(scale_input)
         module.register_forward_hook(scale_output)
+
+
+def _require_gradients(tensor: Tensor, original: Tensor | None) -> None:
+    """Let code that enables gradients differentiate by a weight, as in a plain network.
+
+    Args:
+        tensor: weight of a member, computed without gradients.
+        original: the reference's parameter; None if members have separate ones.
+    """
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    is_trained = original is None or original.requires_grad
+    if is_number and is_trained and not tensor.is_inference():
+        tensor.requires_grad_()
 
 
 def _along_channels(values: Tensor, layer: Layer, x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ backward pass finds the member's weights.
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -231,14 +230,11 @@ class MergedExecutor:
             computed: what :meth:`begin` returned.
         """
         ensemble = self.ensemble
-        # Parameters of a network need gradients also where a pass does not: its code may enable
-        # them.
-        with nullcontext() if torch.compiler.is_compiling() else torch.enable_grad():
-            member_values = {name: stack[a] for name, stack in values.items()}
-            tensors = member_tensors(
-                ensemble.reference, ensemble.layers, ensemble.spec, member_values, computed
-            )
-            scales = modulations_by_layer(ensemble.spec, member_values)
+        member_values = {name: stack[a] for name, stack in values.items()}
+        tensors = member_tensors(
+            ensemble.reference, ensemble.layers, ensemble.spec, member_values, computed
+        )
+        scales = modulations_by_layer(ensemble.spec, member_values)
         copied = self.copies[a]
         args, kwargs = private_arguments(args, kwargs)
         if torch.compiler.is_compiling():
@@ -339,7 +335,7 @@ def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[
 def _private_tensor(x: Tensor) -> Tensor:
     """Return a copy of a tensor with the attributes that the user has set."""
     copied = x.clone()
-    if type(x) is Tensor and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and type(x) is Tensor and vars(x):
         vars(copied).update(tree_map_only(Tensor, Tensor.clone, vars(x)))
     return copied
 
