@@ -30,7 +30,7 @@ def test_layers_without_activation_between_are_a_deep_linear_network():
     torch.testing.assert_close(k.ntk_individual.same, 4 * q)
 
 
-def test_a_rule_of_ones_own_is_one_function():
+def test_a_new_rule_is_one_function():
     class Doubled(nn.Module):
         def forward(self, x):
             return 2 * x
@@ -174,7 +174,7 @@ def test_a_network_too_deep_for_numbers_is_refused(std, message):
         theory.kernels(net, points())
 
 
-def test_a_sequence_with_a_forward_of_its_own_needs_a_rule_of_its_own():
+def test_a_sequence_with_a_custom_forward_needs_a_rule():
     class Residual(nn.Sequential):
         def forward(self, x):
             return x + super().forward(x)

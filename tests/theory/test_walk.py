@@ -137,7 +137,7 @@ CASES = {
     "gated": (Gated, {"bias_std": 0.3}, {"pre": SIGNS, "post": laws.Shifted(0.7)}),
     "split": (Split, {}, {"pre": SIGNS, "post": SIGNS}),
     "dense": (Dense, {}, {"pre": SIGNS, "post": SIGNS}),
-    "own layer": (Residual, {}, {**post_only(), "own": "down.0"}),
+    "per-member layer": (Residual, {}, {**post_only(), "own": "down.0"}),
     "images": (Images, {}, post_only()),
     "images, group norm": (lambda width, **o: Images(width, norm=True, **o), {}, post_only()),
     "tokens": (Tokens, {}, post_only()),
@@ -273,7 +273,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_rule_is_refused_with_a_name(name):
+def test_operations_without_a_rule_are_named(name):
     forward, message = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=message):
         theory.kernels(code(forward, **layers()), points())
