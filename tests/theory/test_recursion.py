@@ -112,12 +112,17 @@ REFUSED = {
         r"of '1' \(TransformerEncoderLayer\) is not known: its forward is custom code",
     ),
     "embedding": (
-        nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(10, 4), nn.Linear(4, 2)),
-        r"'0' \(Embedding\) is not known: there is no rule",
+        nn.Sequential(
+            nn.Embedding(5, 2, padding_idx=0), nn.Flatten(), nn.Linear(10, 4), nn.Linear(4, 2)
+        ),
+        r"'0' \(Embedding\) has padding_idx",
     ),
     "softmax": (between(nn.Softmax(1)), r"'1' \(Softmax\) is not known: there is no rule"),
     "slopes": (between(nn.PReLU()), r"'1' \(PReLU\) is not known: there is no rule"),
-    "activation": (between(nn.ELU()), r"'1' \(ELU\).*register_activation\(ELU\)"),
+    "activation": (
+        between(nn.Hardswish()),
+        r"'1' \(Hardswish\).*register_activation\(Hardswish\)",
+    ),
     "two activations": (between(nn.ReLU(), nn.ReLU()), r"'2' \(ReLU\) acts on units"),
     "dropout": (between(nn.ReLU(), nn.AlphaDropout()), r"'2' \(AlphaDropout\) drops.*\.eval"),
 }

@@ -35,10 +35,10 @@ from embens.theory.kernel import Kernels, MemberKernel, zero_cross
 from embens.theory.lookup import look_up  # noqa: F401 (registers a rule)
 from embens.theory.moments import DIAGONAL, MEASURE, Pass, Recorded, State, describe
 from embens.theory.normalisation import normalise  # noqa: F401 (registers rules)
-from embens.theory.operations import mixes_pixels_anywhere
 from embens.theory.pixels import count_poolings
 from embens.theory.placement import SHARED, Modulation, Placement, find_placements
 from embens.theory.recursion import propagate
+from embens.theory.tensor_rules import mixes_pixels_anywhere
 from embens.theory.walk import ALL_PAIRS, Walk, start_state
 
 _RECORD_ENTRIES = 2**22  # entries of one kernel in the pass of every input with itself

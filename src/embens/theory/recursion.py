@@ -166,7 +166,7 @@ def _(module: nn.Flatten, state: State) -> State:
         )
     if state.layout is None:
         return state
-    return keep_diagonal(state).replace(flat=True)
+    return keep_diagonal(state).replace(flat=True, features_last=False)
 
 
 @propagate.register(_MaxPoolNd)
