@@ -69,9 +69,12 @@ left.legend()
 for width in (8, 32):
     report = theory.best_members(
         draw(width, 0, SIGNS, SIGNS, inputs=3),
-        inputs[:12], target[:12], inputs[12:], target[12:],
-        members=members, gamma=float, time=3000.0,
-    )  # fmt: skip
+        train=(inputs[:12], target[:12]),
+        test=(inputs[12:], target[12:]),
+        members=members,
+        gamma=float,
+        time=3000.0,
+    )
     print(f"width {width}: best number of members {report.best} of {members}")
     right.loglog(members, report.errors, "o-", label=f"width {width}")
 right.loglog(members, report.separate, "k--", label="separate wide networks")

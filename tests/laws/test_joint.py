@@ -156,3 +156,47 @@ class TestCorrelated:
     def test_out_of_range_parameters_raise(self, make, message):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+@pytest.mark.parametrize(
+    "law", [laws.Masks(0.5), laws.Disjoint(), laws.Correlated(-0.2), laws.Shifted(0.4)]
+)
+def test_pairs_of_members_have_their_moments(law):
+    first, second, weights = law.pair_quadrature(4)
+    assert weights.sum().item() == pytest.approx(1)
+    assert (weights @ first**2).item() == pytest.approx(1)
+    assert (weights @ second**4).item() == pytest.approx(law.marginal(4).kurtosis)
+    assert (weights @ (first * second)).item() == pytest.approx(law.pair_moment(4))
+
+
+@pytest.mark.parametrize(("members", "overlap"), [(2, 0.5), (4, 0.5), (4, 0.3)])
+def test_masks_of_a_fixed_size_overlap_evenly(members, overlap):
+    law = laws.Masks(overlap)
+    generator = torch.Generator().manual_seed(0)
+    overlaps = []
+    for _ in range(400):
+        masks = law.sample((members, 512), generator).double()
+        products = masks @ masks.mT / 512
+        overlaps.append(products[~torch.eye(members, dtype=torch.bool)])
+    measured = 512 * torch.stack(overlaps).var(0).mean().item()
+    # 400 draws of few pairs: a relative standard error of about 5 %.
+    assert law.overlap_variance(members) == pytest.approx(measured, rel=0.2, abs=1e-12)
+    assert law.overlap_variance(members) < law.second_moment**2 - overlap**2
+
+
+def test_disjoint_masks_never_overlap():
+    assert laws.Disjoint().overlap_variance(4) == 0
+
+
+def test_joint_laws_without_pairs_raise():
+    class Other(laws.Joint):
+        overlap = 0.0
+
+        def marginal(self, members):
+            return laws.Normal()
+
+        def _arrange(self, noise):
+            return noise
+
+    with pytest.raises(NotImplementedError, match=r"Define pair_quadrature\(members, n\)"):
+        Other().pair_quadrature(2)

@@ -50,7 +50,7 @@ def linearised_error(width: int, members: int, time: float, seeds: int) -> float
 def predict(width, members, **options):
     gamma = float if "gamma" not in options else options.pop("gamma")
     return theory.best_members(
-        ensemble_of(width), *problem(), members=members, gamma=gamma, **options
+        ensemble_of(width), problem()[:2], problem()[2:], members=members, gamma=gamma, **options
     )
 
 
@@ -58,7 +58,13 @@ def test_wide_networks_have_the_error_of_gradient_flow():
     x_train, y_train, x_test, y_test = problem()
     ensemble = ensemble_of(2000)
     report = theory.best_members(
-        ensemble, x_train, y_train, x_test, y_test, members=(1, 4), gamma=float, time=50.0, draws=1
+        ensemble,
+        (x_train, y_train),
+        (x_test, y_test),
+        members=(1, 4),
+        gamma=float,
+        time=50.0,
+        draws=1,
     )
     parts = [
         theory.kernels(ensemble, x_train),

@@ -81,7 +81,7 @@ class TestLargeVariances:
         torch.testing.assert_close(computed, expected, rtol=1e-9, atol=1e-10)
 
     @pytest.mark.parametrize("module", [Erf(), nn.GELU(), Sin(), Cos()], ids=repr)
-    def test_keep_relative_accuracy_of_small_ones_beside_them(self, module):
+    def test_small_values_keep_their_relative_accuracy(self, module):
         law, of = Shifted(0.7), dual(module)
         ready = of.prepare(50.0, law)
         q = number([1e-4, 0.0])

@@ -336,7 +336,9 @@ class TestTrainedEnsembles:
             ),
         ],
     )
-    def test_are_predicted_from_their_own_start_the_better_the_wider(self, law, gamma, options):
+    def test_are_predicted_from_their_initial_outputs_better_with_the_width(
+        self, law, gamma, options
+    ):
         """The kernel of width N is off by O(1/√N): 16 times the width, a fourth of the error."""
         individual_rate = options.pop("individual_rate", 1.0)
         any_width = wide_ensemble(8, law, 0, **options)

@@ -128,7 +128,7 @@ class TestEveryDual:
 
     @pytest.mark.parametrize("law", [None, Constant(1.3), Constant(-0.7), Normal(0.8, 0.0)])
     @pytest.mark.parametrize("module", EVERY, ids=name)
-    def test_has_cross_equal_to_same_bit_for_bit_if_members_are_alike(self, module, law):
+    def test_cross_equals_same_bit_for_bit_if_members_are_equal(self, module, law):
         computed = all_five(module, law, *GEOMETRIES)
         assert torch.equal(computed[:, :2], computed[:, 3:])
 

@@ -64,7 +64,7 @@ class TestPerceptron:
         ("activation", "kappa"),
         [("abs", 3.0), ("leaky_relu", 6 * (1 + 0.2**4) / (1 + 0.2**2) ** 2)],
     )
-    def test_of_other_half_lines_has_their_own_kurtosis(self, activation, kappa):
+    def test_of_piecewise_linear_activations_has_their_kurtosis(self, activation, kappa):
         slope = {"activation_slope": 0.2} if activation == "leaky_relu" else {}
         net = mlp(10, 1, activation=activation, **slope)
         computed = fluctuation(embens.embed(net, 2, pre=NORMAL, post=None), points(1))
@@ -189,7 +189,7 @@ class TestEffectiveWidth:
         shifted = embens.embed(mlp(128, 3), 8, pre=laws.Shifted(0.9), post=laws.Shifted(0.9))
         assert 128 * 5 / 53 < effective_width(shifted, points(1)) < 128
 
-    def test_is_the_one_width_at_which_the_plain_network_fluctuates_alike(self):
+    def test_is_the_width_of_the_plain_network_with_the_same_fluctuation(self):
         x = points(3)
         ensemble = embens.embed(mlp(80, 2, activation="gelu", bias_std=0.3), 4)
         width = effective_width(ensemble, x[:1])

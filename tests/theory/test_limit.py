@@ -266,7 +266,7 @@ def test_cross_equals_same_when_modulations_are_constant(activation):
     assert torch.equal(k.ntk_shared.same, k.ntk_shared.cross)
 
 
-def test_networks_with_own_last_layers_share_no_outputs_and_all_but_their_gains_move_alike():
+def test_per_member_last_layers_share_no_outputs_and_move_their_gains():
     """By hand, for one hidden layer of ReLU: heads of their own on common features."""
     x, net = points(), networks.mlp(5, 4, 1, activation="relu", weight_std=1.3)
     ensemble = embens.embed(net, 4, None, None, own="last")
@@ -284,7 +284,7 @@ def test_networks_with_own_last_layers_share_no_outputs_and_all_but_their_gains_
     assert not k.ntk_individual.same.any()
 
 
-def test_linear_layers_after_own_ones_stay_independent():
+def test_linear_layers_after_per_member_layers_stay_independent():
     net = nn.Sequential(networks.Linear(5, 4), networks.Linear(4, 4), networks.Linear(4, 1))
     k = theory.kernels(embens.embed(net, 4, None, None, own="0"), points())
     assert not k.nngp.cross.any()

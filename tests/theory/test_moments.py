@@ -24,7 +24,7 @@ def test_a_map_reaches_all_kernels_and_waits_where_they_wait():
     assert len(asked) == 1
 
 
-def test_members_are_alike_until_something_tells_them_apart():
+def test_members_are_equal_until_a_modulation_differs():
     state = State(Moments(torch.ones(2, 2)))
     assert state.crossed is state.same
     assert state.map(torch.neg).cross is None

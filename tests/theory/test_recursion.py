@@ -30,7 +30,7 @@ def test_layers_without_activation_between_are_a_deep_linear_network():
     torch.testing.assert_close(k.ntk_individual.same, 4 * q)
 
 
-def test_a_rule_of_ones_own_is_one_function():
+def test_a_new_rule_is_one_function():
     class Doubled(nn.Module):
         def forward(self, x):
             return 2 * x
@@ -112,12 +112,17 @@ REFUSED = {
         r"of '1' \(TransformerEncoderLayer\) is not known: its forward is custom code",
     ),
     "embedding": (
-        nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(10, 4), nn.Linear(4, 2)),
-        r"'0' \(Embedding\) is not known: there is no rule",
+        nn.Sequential(
+            nn.Embedding(5, 2, padding_idx=0), nn.Flatten(), nn.Linear(10, 4), nn.Linear(4, 2)
+        ),
+        r"'0' \(Embedding\) has padding_idx",
     ),
     "softmax": (between(nn.Softmax(1)), r"'1' \(Softmax\) is not known: there is no rule"),
     "slopes": (between(nn.PReLU()), r"'1' \(PReLU\) is not known: there is no rule"),
-    "activation": (between(nn.ELU()), r"'1' \(ELU\).*register_activation\(ELU\)"),
+    "activation": (
+        between(nn.Hardswish()),
+        r"'1' \(Hardswish\).*register_activation\(Hardswish\)",
+    ),
     "two activations": (between(nn.ReLU(), nn.ReLU()), r"'2' \(ReLU\) acts on units"),
     "dropout": (between(nn.ReLU(), nn.AlphaDropout()), r"'2' \(AlphaDropout\) drops.*\.eval"),
 }
@@ -174,7 +179,7 @@ def test_a_network_too_deep_for_numbers_is_refused(std, message):
         theory.kernels(net, points())
 
 
-def test_a_sequence_with_a_forward_of_its_own_needs_a_rule_of_its_own():
+def test_a_sequence_with_a_custom_forward_needs_a_rule():
     class Residual(nn.Sequential):
         def forward(self, x):
             return x + super().forward(x)

@@ -85,7 +85,7 @@ class TestExactRegime:
         assert report.coupling == 0
         assert "separate networks" in report.reason
 
-    def test_of_own_last_layers_is_independent_unless_they_are_copies(self):
+    def test_of_per_member_last_layers_is_independent_unless_they_are_copies(self):
         for net in (mlp(bias_std=0.5), nn.Sequential(nn.LayerNorm(5), mlp())):
             report = regime(embens.embed(net, 4, None, None, own="last"))
             assert report == Regime.INDEPENDENT
@@ -105,7 +105,7 @@ class TestExactRegime:
         )
         assert regime(embens.batch_ensemble(hidden, 4)) == Regime.INDEPENDENT
 
-    def test_of_torchs_own_layers_does_not_see_a_bias_that_vanishes_with_the_width(self):
+    def test_of_torch_layers_ignores_a_bias_that_vanishes_with_the_width(self):
         net = nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 1))
         report = regime(embens.batch_ensemble(net, 4))
         assert report == Regime.INDEPENDENT

@@ -73,10 +73,8 @@ class BestMembers:
 
 def best_members(
     ensemble: EmbeddedEnsemble,
-    x_train: Tensor,
-    y_train: Tensor,
-    x_test: Tensor,
-    y_test: Tensor,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
     *,
     members: Sequence[int] = (1, 2, 4, 8, 16),
     gamma: Gamma = None,
@@ -94,10 +92,8 @@ def best_members(
 
     Args:
         ensemble: An ensemble; its laws and widths matter, its number of members does not.
-        x_train: Train inputs, ``(n, …)``.
-        y_train: Train targets, ``(n,)`` or ``(n, k)``.
-        x_test: Test inputs, ``(test, …)``.
-        y_test: Test targets, ``(test,)`` or ``(test, k)``.
+        train: Inputs ``(n, …)`` and targets ``(n,)`` or ``(n, k)``.
+        test: The same for held-out data, ``(test, …)`` and ``(test,)`` or ``(test, k)``.
         members: Numbers of members to compare. The cost grows as ``(members * n)**3``.
         gamma: Gradient scale: a number, a function of M, or None for the natural scale.
         time: Duration of training in units of the rate, as in
@@ -117,7 +113,8 @@ def best_members(
         >>> net = networks.mlp(2, 256, depth=2, weight_std=2**0.5)
         >>> signs = embed(net, 4, pre=None, post=laws.Signs(0.0))
         >>> x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-        >>> report = best_members(signs, x[:10], x[:10, 0], x[10:], x[10:, 0], members=(1, 8))
+        >>> train, test = (x[:10], x[:10, 0]), (x[10:], x[10:, 0])
+        >>> report = best_members(signs, train, test, members=(1, 8))
         >>> report.best
         8
     """
@@ -127,6 +124,8 @@ def best_members(
         raise ValueError(f"time must be a positive number or infinity; got {time!r}.")
     if generator is None:
         generator = torch.Generator().manual_seed(0)
+    x_train, y_train = train
+    x_test, y_test = test
     x = torch.cat([x_train, x_test])
     whole = kernels(ensemble, x)
     n = len(x_train)

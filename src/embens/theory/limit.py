@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
 from embens.ensemble import EmbeddedEnsemble
+from embens.theory.chain import first_layer, is_chain, pixel_axes, split_chain
 from embens.theory.ensembles import (
     data_flow,
     has_repeated_members,
@@ -36,10 +35,10 @@ from embens.theory.kernel import Kernels, MemberKernel, zero_cross
 from embens.theory.lookup import look_up  # noqa: F401 (registers a rule)
 from embens.theory.moments import DIAGONAL, MEASURE, Pass, Recorded, State, describe
 from embens.theory.normalisation import normalise  # noqa: F401 (registers rules)
-from embens.theory.operations import mixes_pixels_anywhere
 from embens.theory.pixels import count_poolings
 from embens.theory.placement import SHARED, Modulation, Placement, find_placements
-from embens.theory.recursion import has_rule, propagate, steps, unknown
+from embens.theory.recursion import propagate
+from embens.theory.tensor_rules import mixes_pixels_anywhere
 from embens.theory.walk import ALL_PAIRS, Walk, start_state
 
 _RECORD_ENTRIES = 2**22  # entries of one kernel in the pass of every input with itself
@@ -93,8 +92,8 @@ class Limit:
                 network = plain_reference(ensemble)
                 self.placements = find_placements(ensemble, network)
         self.walk: Walk | None = None
-        if _is_chain(network):
-            self._preprocessing, self.steps = _split(network)
+        if is_chain(network):
+            self._preprocessing, self.steps = split_chain(network)
             modules = nn.ModuleList([module for _, module in self.steps])
             self._poolings = count_poolings(modules)
         else:
@@ -180,7 +179,7 @@ class Limit:
         if self.walk is not None:
             pixels = self.walk.largest_image
         else:
-            spatial = _pixel_axes(_first_layer(self.steps[0][1]))
+            spatial = pixel_axes(first_layer(self.steps[0][1]))
             pixels = self.x1.shape[2 : 2 + spatial].numel()
         entries = pixels**2 if self._poolings else pixels
         members = 1 if self._input_values is None else len(self._input_values)
@@ -250,10 +249,10 @@ class Limit:
         if self.walk is not None:
             return x
         path, module = self.steps[0]
-        layer = _first_layer(module)
+        layer = first_layer(module)
         if layer is not module:
             return x  # a module with a user's rule knows which shapes it takes
-        spatial = _pixel_axes(layer)
+        spatial = pixel_axes(layer)
         expected = layer.in_channels if spatial else layer.in_features
         if x.dim() == 2 + spatial and x.shape[1] == expected:
             return x
@@ -422,59 +421,6 @@ def _require_limit(ensemble: EmbeddedEnsemble) -> None:
                 "the limit needs members that are independent draws of an initialisation; these "
                 "are copies of given networks. Use embens.independent(reference, members)."
             )
-
-
-def _is_chain(network: nn.Module) -> bool:
-    """Return True if a network is layers and activations in ``nn.Sequential``, without code."""
-    if any(isinstance(module, nn.Embedding) for module in network.modules()):
-        return False  # its inputs are tokens, which the walk over a graph reads
-    if has_rule(network) and not isinstance(network, nn.Sequential):
-        return True
-    for module in network.children() if isinstance(network, nn.Sequential) else [network]:
-        if isinstance(module, nn.Sequential):
-            if not has_rule(module) or not _is_chain(module):
-                return False
-        elif not has_rule(module) and any(True for _ in module.children()):
-            return False
-    return not isinstance(network, nn.Sequential) or _has_plain_forward(network)
-
-
-def _has_plain_forward(network: nn.Sequential) -> bool:
-    is_plain = type(network).forward is nn.Sequential.forward
-    return is_plain or propagate.dispatch(type(network)) is not propagate.dispatch(nn.Sequential)
-
-
-def _split(network: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn.Module]]]:
-    """Return the modules before the first layer, and the named modules from it on."""
-    named_modules = list(steps(network))
-    first = len(named_modules)
-    for index, (_, module) in enumerate(named_modules):
-        if has_rule(module) and _first_layer(module) is not None:
-            first = index
-            break
-    for path, module in named_modules[:first]:
-        if isinstance(module, _NormBase) or any(True for _ in module.parameters()):
-            raise unknown(module, path)
-    for path, module in named_modules[first:]:
-        if not has_rule(module):
-            raise unknown(module, path)
-    if first == len(named_modules):
-        raise TypeError(
-            f"the network has no Linear or convolution: {network}. In the limit it must have one."
-        )
-    return [module for _, module in named_modules[:first]], named_modules[first:]
-
-
-def _first_layer(module: nn.Module) -> Any:
-    """Return the first Linear layer or convolution that a module is or contains, or None."""
-    for part in module.modules():
-        if isinstance(part, nn.Linear | _ConvNd):
-            return part
-    return None
-
-
-def _pixel_axes(layer: nn.Module) -> int:
-    return len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
 
 
 def _feature_values(ensemble: Any, modulation: Modulation) -> Tensor:

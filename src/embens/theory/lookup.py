@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from embens.theory.moments import DIAGONAL, PAIRS, Moments, State, describe
+from embens.theory.moments import DIAGONAL, MEASURE, PAIRS, Moments, State, describe
 from embens.theory.recursion import propagate
 
 
@@ -30,7 +30,7 @@ def look_up(module: nn.Embedding, state: State) -> State:
     _require_torch_initialisation(module, name)
     placement = state.placement(module)
     if placement.copies or placement.low_rank:
-        raise TypeError(f"{name} differs between members, which has no rule for embeddings.")
+        raise TypeError(f"{name} differs between members, which has no rule. {MEASURE}")
     if state.inputs is None or state.inputs[0].dim() != 2:
         raise ValueError(f"{name} needs tokens of shape (n, token), the inputs of the network.")
     first, second = (tokens.round().long() for tokens in state.inputs)
@@ -64,12 +64,14 @@ def _equal_tokens(first: Tensor, second: Tensor, layout: str, *, paired: bool) -
 def _require_torch_initialisation(module: nn.Embedding, name: str) -> None:
     """Raise unless entries can be standard normal, as torch draws them."""
     weight = module.weight.detach().double()
-    deviation = abs(weight.square().mean().item() - 1)
+    mean_square = weight.square().mean().item()
+    # The logarithm also separates laws of few entries.
+    deviation = abs(math.log(mean_square)) if mean_square > 0 else math.inf
     standard_error = math.sqrt(2 / weight.numel())
     if module.padding_idx is not None or module.max_norm is not None:
-        raise TypeError(f"{name} has padding_idx or max_norm, which have no rule.")
+        raise TypeError(f"{name} has padding_idx or max_norm, which have no rule. {MEASURE}")
     if deviation > 6 * standard_error or not torch.isfinite(weight).all():
         raise TypeError(
             f"the law of {name} is not known: its entries are not standard normal, as torch draws "
-            "them. The limit belongs to an initialisation."
+            f"them. The limit belongs to an initialisation. {MEASURE}"
         )

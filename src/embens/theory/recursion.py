@@ -166,7 +166,7 @@ def _(module: nn.Flatten, state: State) -> State:
         )
     if state.layout is None:
         return state
-    return keep_diagonal(state).replace(flat=True)
+    return keep_diagonal(state).replace(flat=True, features_last=False)
 
 
 @propagate.register(_MaxPoolNd)
@@ -198,8 +198,9 @@ def affine(layer: nn.Module, state: State) -> State:
     placement = state.placement(layer)
     if placement.low_rank:
         raise TypeError(
-            f"{describe(layer, state.path)} differs between members by matrices of low rank, "
-            "whose limit is not known. embens.finite computes the kernels of this network."
+            f"{describe(layer, state.path)} differs between members by matrices of low rank. They "
+            "have finitely many columns, so their tangent kernel stays random in the limit and has "
+            "no rule. embens.finite computes the kernels of this network."
         )
     # No activation followed the last layer: v modulates linear units.
     state = settle(layer, state)

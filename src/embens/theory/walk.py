@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from embens.theory.attention import Scores, Weights
 from embens.theory.moments import MEASURE, Moments, State, describe
-from embens.theory.operations import Concrete, Operations, line_of
 from embens.theory.recursion import has_rule, propagate, unknown
+from embens.theory.scores import Scores, Weights
 from embens.theory.streams import Part, Stream, merged
+from embens.theory.tensor_rules import Concrete, Operations, line_of
 
 ALL_PAIRS = 10**9
 """Number of poolings to come that keeps all pairs of pixels."""

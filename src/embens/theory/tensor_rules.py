@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embens.networks import Abs, Cos, Erf, Sin
-from embens.theory.attention import Scores, Weights, attend, normalise_scores, score
 from embens.theory.moments import MEASURE, PAIRS, State
 from embens.theory.pixels import AVERAGES, keep_diagonal
 from embens.theory.recursion import propagate
+from embens.theory.scores import Scores, Weights, attend, normalise_scores, score
 from embens.theory.streams import (
     Stream,
     add_streams,
