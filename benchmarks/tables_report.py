@@ -8,7 +8,7 @@ rates and ranks are `bencheval`'s (TabArena's own), with 95 % intervals by boots
 from __future__ import annotations
 
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -247,7 +247,13 @@ def markdown(cells: pd.DataFrame, marked: pd.DataFrame | None = None) -> str:
 
 
 def machine() -> str:
-    found = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    versions = []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:  # a contestant that was left out with --only
+            versions.append(f"{name} (not installed)")
+    found = ", ".join(versions)
     return f"One thread each, {platform.machine()}, Python {platform.python_version()}; {found}."
 
 
