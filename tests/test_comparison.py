@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy
 import pytest
 import torch
@@ -12,7 +10,8 @@ from torch import Tensor, nn
 
 import embens
 from embens import metrics
-from embens.comparison import Comparison, compare, paired_interval
+from embens.comparison import compare
+from embens.differences import Comparison
 
 ARGUMENTS = {"epochs": 4, "lr": 0.1, "batch_size": 16, "progress": False}
 
@@ -192,29 +191,6 @@ def test_regression_compares_squared_errors():
     scores = result.scores
     value = scores["batch"]["squared_error"] - scores["one"]["squared_error"]
     assert result.differences[0].value == pytest.approx(value)
-
-
-def test_the_interval_covers_the_mean_over_rows_and_training_runs():
-    generator = numpy.random.default_rng(0)
-    seeds, rows, repeats = 4, 40, 400
-    covered = 0
-    for _ in range(repeats):
-        run_effects = generator.normal(0, 0.3, (seeds, 1))
-        row_effects = generator.normal(0, 1, (1, rows))
-        table = 0.5 + run_effects + row_effects + generator.normal(0, 1, (seeds, rows))
-        low, high = paired_interval(torch.from_numpy(table))
-        covered += low < 0.5 < high
-    # Three standard errors of a binomial proportion; the interval is slightly conservative.
-    tolerance = 3 * math.sqrt(0.95 * 0.05 / repeats)
-    assert 0.95 - tolerance < covered / repeats < 0.99
-
-
-def test_rows_alone_would_cover_too_seldom_if_runs_differ():
-    generator = numpy.random.default_rng(0)
-    table = generator.normal(0, 1, (3, 1)) + generator.normal(0, 0.1, (3, 1000))
-    low, high = paired_interval(torch.from_numpy(table))
-    single_low, single_high = paired_interval(torch.from_numpy(table[:1]))
-    assert high - low > 10 * (single_high - single_low)
 
 
 @pytest.mark.parametrize(

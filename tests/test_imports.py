@@ -14,7 +14,7 @@ import embens
 
 ORDER = (
     ["checks", "trees", "modes", "markdown"],
-    ["laws", "files", "metrics", "mixtures", "sources"],
+    ["laws", "files", "metrics", "mixtures", "sources", "differences"],
     ["networks", "uncertainty", "fields", "folders"],
     ["sites"],
     ["graph"],

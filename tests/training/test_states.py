@@ -133,3 +133,27 @@ def test_values_of_another_kind_are_not_alike(value, template):
     check_like(template, template, "x")
     with pytest.raises(Refused, match=r"^x"):
         check_like(value, template, "x")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("records", 0, "member_loss"), 0.5),
+        (("records", 0, "member_loss"), [0.5]),
+        (("records", 0, "loss"), [0.5, 0.5, 0.5]),
+        (("optimizer", "param_groups", 0, "lr"), -1.0),
+        (("optimizer", "param_groups", 0, "params", 0), 7),
+    ],
+)
+def test_columns_rates_and_indices_have_their_meaning(path, value):
+    with pytest.raises(Refused, match=str(path[-2] if path[-1] == 0 else path[-1])):
+        check(edited(path, value))
+
+
+def test_functions_of_a_schedule_are_not_read_from_a_file():
+    watch = Watch()
+    fit(problem.ensemble(), problem.data(), epochs=2, batch_size=30, callbacks=[watch])
+    check_state(watch.run, watch.template, watch.state, PLACE)
+    watch.state["scheduler"]["lr_lambdas"][0] = 3
+    with pytest.raises(Refused, match="lr_lambdas"):
+        check_state(watch.run, watch.template, watch.state, PLACE)

@@ -115,6 +115,12 @@ def _check_progress(run: Run, fields: Fields) -> None:
         for name, value in record.values.items():
             if not isinstance(name, str) or not (_is_number(value) or _are_numbers(value)):
                 raise record.fail(name, "a number, or a list of them")
+            is_list = isinstance(value, (list, tuple))
+            if is_list != ("member_" in name) or (is_list and len(value) != run.ensemble.members):
+                raise record.fail(name, "one value, or one for each member")
+        for name in ("loss", "member_loss"):
+            if name not in record.values:
+                raise record.fail(name, "a column of the history")
 
 
 def _is_number(value: Any) -> bool:
@@ -139,6 +145,12 @@ def _check_weights(run: Run, template: dict[str, Tensor], fields: Fields, name: 
 def _check_optimizer(run: Run, template: dict[str, Any], fields: Fields) -> None:
     """Check the groups of an optimizer, and the state of each parameter."""
     check_like(fields.get("param_groups"), template["param_groups"], f"{fields.place}.param_groups")
+    for index, group in enumerate(template["param_groups"]):
+        saved = Fields(fields.get("param_groups")[index], f"{fields.place}.param_groups[{index}]")
+        if saved.items("params") != list(group["params"]):
+            raise saved.fail("params", f"the indices {group['params']}")
+        if isinstance(saved.get("lr"), float):
+            saved.number("lr", low=0)
     if list(fields.values) != list(template):
         raise refusal(fields.place, f"a dictionary with {list(template)}", list(fields.values))
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -182,6 +194,8 @@ def _check_scheduler(scheduler: Any, template: dict[str, Any], fields: Fields) -
             raise fields.fail(name, "an integer")
         if isinstance(number, float) and not _is_number(value):
             raise fields.fail(name, "a number")
+        if name == "lr_lambdas" and any(part is None for part in number):
+            check_like(value, number, f"{fields.place}.{name}")  # functions are not saved
         if not isinstance(number, (list, tuple)) or not _are_numbers(number):
             continue
         if not _are_numbers(value) or len(value) != len(number):

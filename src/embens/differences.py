@@ -1,0 +1,194 @@
+r"""Results of a comparison: scores, costs, and paired differences with their intervals.
+
+Candidates are compared with the first one, row by row of the test data. Let :math:`d_{si}` be the
+difference of a metric at row :math:`i` after the training run with seed :math:`s`, for :math:`S`
+seeds and :math:`n` rows. The interval of its mean :math:`\bar d` accounts for both sources of
+randomness, test rows and training runs:
+
+.. math::
+    \bar d \pm t_\nu \sqrt{V_r + V_s}, \qquad
+    V_r = \frac{1}{n} \operatorname{var}_i \bar d_{\cdot i}, \qquad
+    V_s = \frac{1}{S} \operatorname{var}_s \bar d_{s \cdot}, \qquad
+    \nu = \frac{(V_r + V_s)^2}{V_r^2 / (n - 1) + V_s^2 / (S - 1)} .
+
+With one seed :math:`V_s` is unknown and left out: the interval then holds for these trained
+networks, not for another training run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from embens import checks
+
+if TYPE_CHECKING:
+    import pandas
+
+LEVEL = 0.95
+"""Probability of the intervals."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of a candidate to the first one in one metric, with its 95 % interval.
+
+    Attributes:
+        candidate: name of the candidate.
+        baseline: name of the first candidate.
+        metric: name of the metric.
+        value: mean over test rows and seeds of the candidate's value minus the baseline's.
+        low: lower end of the interval.
+        high: upper end of the interval.
+    """
+
+    candidate: str
+    baseline: str
+    metric: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of :func:`compare`.
+
+    Attributes:
+        scores: quality and cost by candidate, means over seeds.
+        differences: paired differences to the first candidate.
+        seeds: number of training runs of each candidate.
+
+    Example:
+        >>> scores = {"one": {"accuracy": 0.5}, "batch": {"accuracy": 0.75}}
+        >>> gain = Difference("batch", "one", "accuracy", 0.25, 0.125, 0.375)
+        >>> print(Comparison(scores, [gain], seeds=1))
+                accuracy
+        one          0.5
+        batch       0.75
+        <BLANKLINE>
+        difference to one, 95 % intervals over test rows (one training run each)
+                                 accuracy
+        batch        +0.25 [+0.125, +0.375]
+    """
+
+    scores: dict[str, dict[str, float]]
+    differences: list[Difference]
+    seeds: int
+
+    def __str__(self) -> str:
+        columns = list(next(iter(self.scores.values())))
+        rows = []
+        for name, scores in self.scores.items():
+            rows.append([name, *(f"{scores[column]:.4g}" for column in columns)])
+        text = _text_table(["", *columns], rows)
+        if not self.differences:
+            return text
+        source = "test rows (one training run each)"
+        if self.seeds > 1:
+            source = f"test rows and {self.seeds} training runs"
+        baseline = self.differences[0].baseline
+        heading = f"difference to {baseline}, 95 % intervals over {source}"
+        return f"{text}\n\n{heading}\n{self._difference_table()}"
+
+    def _difference_table(self) -> str:
+        columns = list(dict.fromkeys(each.metric for each in self.differences))
+        rows: dict[str, list[str]] = {}
+        for each in self.differences:
+            cells = rows.setdefault(each.candidate, [each.candidate])
+            cells.append(f"{each.value:+.3g} [{each.low:+.3g}, {each.high:+.3g}]")
+        return _text_table(["", *columns], list(rows.values()))
+
+    def to_pandas(self, table: Literal["scores", "differences"] = "scores") -> pandas.DataFrame:
+        """Return one of the two tables as a data frame.
+
+        Args:
+            table: "scores" (one row per candidate) or "differences".
+        """
+        import pandas
+
+        checks.check_choice("table", table, ("scores", "differences"))
+        if table == "scores":
+            return pandas.DataFrame.from_dict(self.scores, orient="index")
+        return pandas.DataFrame([asdict(each) for each in self.differences])
+
+
+def _text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Return aligned text; the first column is left-aligned."""
+    lines = [header, *rows]
+    name_width = max(7, *(len(line[0]) for line in lines))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    texts = []
+    for line in lines:
+        cells = [line[0].ljust(name_width)]
+        for text, width in zip(line[1:], widths[1:], strict=True):
+            cells.append(text.rjust(width))
+        texts.append(" ".join(cells).rstrip())
+    return "\n".join(texts)
+
+
+def paired_differences(row_values: dict[str, dict[str, Tensor]]) -> list[Difference]:
+    """Return the differences of all candidates to the first one.
+
+    Args:
+        row_values: values ``(seed, row)`` by candidate and metric.
+
+    Returns:
+        One difference for each other candidate and metric.
+
+    Example:
+        >>> import torch
+        >>> values = {"one": {"accuracy": torch.zeros(1, 4)}, "two": {"accuracy": torch.ones(1, 4)}}
+        >>> [(each.candidate, each.value) for each in paired_differences(values)]
+        [('two', 1.0)]
+    """
+    baseline, *others = row_values
+    differences = []
+    for candidate in others:
+        for metric, values in row_values[candidate].items():
+            paired = values - row_values[baseline][metric]
+            low, high = paired_interval(paired)
+            mean = float(paired.mean())
+            differences.append(Difference(candidate, baseline, metric, mean, low, high))
+    return differences
+
+
+def paired_interval(differences: Tensor, level: float = LEVEL) -> tuple[float, float]:
+    """Return the confidence interval of a mean difference over rows and training runs.
+
+    Args:
+        differences: differences ``(seed, row)``.
+        level: probability of the interval.
+
+    Returns:
+        Its lower and upper end, by the formula of this module.
+
+    Example:
+        >>> import torch
+        >>> low, high = paired_interval(torch.tensor([[0.0, 1.0, 0.0, 1.0]]))
+        >>> round(low, 2), round(high, 2)
+        (-0.42, 1.42)
+    """
+    from scipy import stats
+
+    differences = differences.double()
+    seeds, rows = differences.shape
+    if rows < 2:
+        raise ValueError(f"an interval needs at least two test rows, got {rows}.")
+    mean = float(differences.mean())
+    row_variance = float(differences.mean(0).var()) / rows
+    seed_variance = 0.0
+    if seeds > 1:
+        seed_variance = float(differences.mean(1).var()) / seeds
+    variance = row_variance + seed_variance
+    if variance == 0:
+        return mean, mean
+    denominator = row_variance**2 / (rows - 1)
+    if seeds > 1:
+        denominator += seed_variance**2 / (seeds - 1)
+    degrees = variance**2 / denominator
+    half_width = float(stats.t.ppf((1 + level) / 2, degrees)) * math.sqrt(variance)
+    return mean - half_width, mean + half_width
