@@ -38,7 +38,7 @@ class StateGuard:
     def __init__(self, copied: MemberCopy, *, compare: bool, exact: bool = False):
         self.copied = copied
         self.modules: list[tuple[str, nn.Module, dict, dict]] = []
-        self.children: list[list[nn.Module]] = []
+        self.children: list[list[nn.Module | None]] = []
         self.marks: dict[str, tuple[int, int]] = {}  # version and address of parameters
         self.saved: dict[str, Tensor] = {}  # values of shared buffers
         shared_buffers = {}
@@ -118,6 +118,7 @@ class StateGuard:
                         f"the forward of the reference changes the buffer {prefix + key!r}, which "
                         f"is also registered as {names[id(buffer)]!r}. Register it once."
                     )
+                assert new is not None
                 name = prefix.removesuffix(".")
                 after = new.detach().clone()
                 changes.append(BufferChange(name, key, saved, after, new is not buffer))
@@ -139,9 +140,10 @@ class StateGuard:
             old = tensors[full_name]
             # ``buffer.data = …`` gives an alias other memory.
             is_alias = new is self.copied.aliases.get(full_name)
-            if new is old or (is_alias and _mark(new)[1] == _mark(old)[1]):
+            if new is old or (is_alias and new is not None and _mark(new)[1] == _mark(old)[1]):
                 continue
             check_buffer(full_name, old, new)
+            assert new is not None
             if full_name in self.copied.replaced:
                 with torch.no_grad():
                     old.copy_(new)

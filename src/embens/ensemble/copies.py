@@ -107,9 +107,10 @@ class MemberCopy:
         differing = {site.layer for site in (*ensemble.spec.sites, *ensemble.spec.low_rank)}
         differing |= {item.module for item in ensemble.spec.per_member}
         for name in differing & set(copies):
-            if isinstance(copies[name], (nn.Embedding, nn.EmbeddingBag)):
+            module = copies[name]
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 # torch cannot take sparse gradients through the member's weight.
-                copies[name].sparse = False
+                module.sparse = False
         self.scales: dict[str, tuple[Tensor | None, Tensor | None]] = {}
         for name in {site.layer for site in ensemble.spec.sites}:
             if not ensemble.layers[name].mergeable:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch.fx.proxy import TraceError
 
 from embens.graph.guards import Guard
 from embens.graph.misreadings import OutsideGraph, Untraceable, refused_misreadings
@@ -101,7 +102,7 @@ class StrictTracer(Tracer):
     def iter(self, obj: torch.fx.Proxy) -> Any:
         try:
             return super().iter(obj)
-        except torch.fx.proxy.TraceError:
+        except TraceError:
             raise self.problem("the code iterates over a tensor") from None
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -114,7 +115,7 @@ class StrictTracer(Tracer):
 
 def _saving_hooks() -> Any:
     """Return the hooks that torch.utils.checkpoint and save_on_cpu set, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
 
 def _autocast_state() -> list[tuple[bool, torch.dtype]]:

@@ -15,7 +15,7 @@ import copy
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -241,7 +241,7 @@ class FixedModulation(Smooth):
         return f, g
 
     def prepare(self, q_max: float, law: Law | None) -> Dual:
-        prepared = self
+        prepared: Any = self
         if differs_between_members(law) and not self._is_double_sum(q_max, law):
             prepared = super().prepare(q_max, law)
         prepared = copy.copy(prepared)

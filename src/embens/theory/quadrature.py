@@ -36,7 +36,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -395,8 +395,9 @@ class Smooth(Dual):
         mean = evaluated.even_values @ weights
         even_slopes = evaluated.slopes + evaluated.mirrored_slopes
         odd_slopes = evaluated.slopes - evaluated.mirrored_slopes
-        even = torch.tensordot(hermite[0::2], even_slopes, ([1], [x.dim()]))
-        odd = torch.tensordot(hermite[1::2], odd_slopes, ([1], [x.dim()]))
+        axes: Any = ([1], [x.dim()])
+        even = torch.tensordot(hermite[0::2], even_slopes, axes)
+        odd = torch.tensordot(hermite[1::2], odd_slopes, axes)
         return mean, torch.stack([even, odd], dim=1).flatten(0, 1)
 
     def _averaged_coefficients(self, resolution: Resolution, root: Tensor) -> tuple[Tensor, Tensor]:
@@ -418,7 +419,8 @@ class Smooth(Dual):
         with torch.inference_mode(False):
             arguments = torch.stack([x, -x])
             # `vjp`, unlike `autograd.grad`, can be differentiated again in every way.
-            values, pull_back = torch.func.vjp(self.function, arguments)
+            result: Any = torch.func.vjp(self.function, arguments)
+            values, pull_back = result
             (slopes,) = pull_back(torch.ones_like(values))
         return Evaluation(values[0] + values[1], slopes[0], slopes[1])
 

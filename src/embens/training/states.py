@@ -194,7 +194,7 @@ def _check_scheduler(scheduler: Any, template: dict[str, Any], fields: Fields) -
             raise fields.fail(name, "an integer")
         if isinstance(number, float) and not _is_number(value):
             raise fields.fail(name, "a number")
-        if name == "lr_lambdas" and any(part is None for part in number):
+        if name == "lr_lambdas" and isinstance(number, list) and None in number:
             check_like(value, number, f"{fields.place}.{name}")  # functions are not saved
         if not isinstance(number, (list, tuple)) or not _are_numbers(number):
             continue
