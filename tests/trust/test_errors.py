@@ -437,12 +437,15 @@ def test_hooks_of_all_modules_are_called(is_called):
         torch.testing.assert_close(ensemble(x), before)
 
 
-@pytest.mark.parametrize("compile_module", [torch.jit.script, torch.jit.trace])
+@pytest.mark.parametrize("kind", ["scripted", "traced"])
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_scripted_modules_are_refused_by_name(compile_module):
+def test_scripted_modules_are_refused_by_name(kind):
     layer = nn.Linear(6, 6)
-    example = (torch.ones(1, 6),) if compile_module is torch.jit.trace else ()
-    reference = nn.Sequential(compile_module(layer, *example), nn.Tanh(), nn.Linear(6, 2))
+    if kind == "scripted":
+        compiled = torch.jit.script(layer)
+    else:
+        compiled = torch.jit.trace(layer, (torch.ones(1, 6),))
+    reference = nn.Sequential(compiled, nn.Tanh(), nn.Linear(6, 2))
     with pytest.raises(TypeError, match=r"contains a .*Module, which cannot be embedded"):
         embens.batch_ensemble(reference, 3)
 
