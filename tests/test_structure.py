@@ -34,7 +34,6 @@ LONG = {
     "embens.comparison.compare",
     "embens.families.low_rank",
     "embens.graph.folding.modulated_convolution",
-    "embens.theory.capacity.best_members",
     "embens.training.run.Run.__init__",
 }
 """Other signatures of more than eight parameters."""

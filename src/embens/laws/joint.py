@@ -8,8 +8,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from embens.laws.independent import Bernoulli, Normal
-from embens.laws.law import QUADRATURE_NODES, Law, Sampled, check_field, check_signed_unit
+from embens.laws.law import (
+    QUADRATURE_NODES,
+    Bernoulli,
+    Law,
+    Normal,
+    Sampled,
+    check_field,
+    check_signed_unit,
+)
 
 
 class Joint(Sampled):
