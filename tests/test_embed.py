@@ -308,8 +308,8 @@ def test_invalid_arguments_raise_and_leave_the_reference_as_it_was(arguments, er
             TypeError,
             "contains, an ensemble",
         ),
-        (lambda: torch.compile(mlp()), TypeError, "inside the OptimizedModule"),
-        (lambda: nn.DataParallel(mlp()), TypeError, "the module inside the DataParallel"),
+        (lambda: torch.compile(mlp()), TypeError, "contains a OptimizedModule, which cannot be"),
+        (lambda: nn.DataParallel(mlp()), TypeError, "contains a DataParallel, which cannot be"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # imports of torch.compile

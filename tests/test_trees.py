@@ -1,5 +1,6 @@
 """Joining nested outputs, and counting rows."""
 
+import numpy
 import pytest
 import torch
 
@@ -22,8 +23,22 @@ def test_gather_joins_plain_tensors():
     assert gather([torch.zeros(1, 2), torch.ones(3, 2)], torch.cat).shape == (4, 2)
 
 
-def test_leaves_that_are_not_tensors_come_from_the_first_output():
-    assert gather([("a", 1), ("b", 2)], torch.stack) == ("a", 1)
+def test_leaves_that_are_not_tensors_are_kept_if_they_are_equal():
+    assert gather([("a", 1), ("a", 2)], torch.stack) == ("a", None)
+
+
+def test_objects_that_differ_between_members_are_left_out():
+    class Cache:
+        """As language models return it, with tensors in nested objects."""
+
+    outputs = [(torch.zeros(1), Cache()), (torch.ones(1), Cache())]
+    check_alike(outputs)
+    assert gather(outputs, torch.cat)[1] is None
+
+
+def test_arrays_that_differ_between_members_are_refused():
+    with pytest.raises(TypeError, match="different values of type ndarray"):
+        check_alike([numpy.zeros(2), numpy.ones(2)])
 
 
 def test_batch_size_is_the_length_of_the_first_tensor_with_an_axis():

@@ -2,14 +2,14 @@
 
 The compute of training is 1, 2, 4 or 8 times that of one network. One network spends it on more
 epochs or more width, separate networks on their number, members on their number and on epochs. The
-learning rate of each family was chosen once by validation log loss (``compare-rates``). The last
-fifth of the classes is left out of training and serves as unknown inputs. Temperatures are chosen
-on validation samples.
+learning rate of each family was chosen once by validation log loss. The last fifth of the classes
+is left out of training and serves as unknown inputs. Temperatures are chosen on validation samples.
 
 With ``batch="same"`` a pass of M members costs M networks, so that they are trained for 1/M of the
 epochs. With ``batch="split"`` every sample goes to one member, and a pass costs one network.
 Members of last-layer dropout share all layers but the last. The networks have batch norm, except
-for digits; everything else is as in the preset.
+for digits; everything else is as in the preset. ``python -m reproduction compare-rates`` chooses
+the learning rates.
 """
 
 import math

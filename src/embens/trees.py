@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+_PLAIN = (bool, int, float, complex, str, bytes)
+
 
 def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
     """Join nested outputs of the same structure, tensor by tensor.
@@ -15,7 +17,8 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
         join: joins the tensors at one place, for example ``torch.stack`` or ``torch.cat``.
 
     Returns:
-        A container of the same structure. Leaves that are not tensors come from the first output.
+        A container of the same structure. Leaves that are not tensors are kept if they are equal;
+        other objects, such as the caches of a language model, become None.
 
     Example:
         >>> import torch
@@ -28,7 +31,9 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
     def join_leaves(*leaves: Any) -> Any:
         if isinstance(leaves[0], Tensor):
             return join(list(leaves))
-        return leaves[0]
+        if all(_is_equal(leaves[0], leaf) for leaf in leaves[1:]):
+            return leaves[0]
+        return None
 
     return tree_map(join_leaves, *outputs)
 
@@ -41,7 +46,7 @@ def check_alike(outputs: Sequence[Any]) -> None:
 
     Raises:
         ValueError: if containers have different structures.
-        TypeError: if values other than tensors differ.
+        TypeError: if plain values or arrays differ. Other objects may differ; see :func:`gather`.
     """
     if all(isinstance(output, Tensor) for output in outputs):
         return
@@ -58,7 +63,8 @@ def check_alike(outputs: Sequence[Any]) -> None:
                 f"{structure}. Return outputs whose structure does not depend on values."
             )
         for first, value in zip(first_values, values, strict=True):
-            if not _is_equal(first, value):
+            is_data = isinstance(value, _PLAIN) or hasattr(value, "__array__")
+            if is_data and not _is_equal(first, value):
                 raise TypeError(
                     f"members return different values of type {type(value).__name__}, which "
                     "cannot be stacked. Return tensors."
