@@ -208,7 +208,6 @@ class MergedExecutor:
             if per_member:
                 member_inputs = tree_map_only(Tensor, lambda x, a=a: x[a], inputs)
             outputs = self.run(a, member_inputs, kwargs, values, computed)
-            check_outputs(outputs)
             yield tree_map_only(Tensor, lambda x: x.unsqueeze(0), outputs)
 
     def run(
@@ -240,9 +239,11 @@ class MergedExecutor:
         if torch.compiler.is_compiling():
             copied.sync_modes()
             copied.scales = scales
-            return torch.func.functional_call(
+            outputs = torch.func.functional_call(
                 copied.module, {**computed, **tensors}, args, kwargs, tie_weights=False
             )
+            check_outputs(outputs)
+            return outputs
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
             mode = copied.module.training
@@ -255,6 +256,7 @@ class MergedExecutor:
             for change in guard.buffer_changes():
                 self._separate_buffer(a, change, values)
             self.is_noted = False
+        check_outputs(outputs)
         return outputs
 
     def _call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
