@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from benchmarks.rows import Result
 
@@ -143,11 +144,24 @@ def count_repetitions(step: Step, seconds: float) -> int:
     return max(1, round(seconds / max(1e-9, fastest)))
 
 
+class _FlopCounter(TorchDispatchMode):
+    """Counts like torch's FlopCounterMode, without its hooks, with which ensembles run merged."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 def count_flops(step: Step) -> int:
     """Return the floating-point operations of the products and convolutions of a step."""
-    with FlopCounterMode(display=False) as counter:
+    with _FlopCounter() as counter:
         step()
-    return counter.get_total_flops()
+    return counter.total
 
 
 class Disturbance:
