@@ -138,9 +138,10 @@ def test_nothing_is_loaded_from_a_network():
 
 @pytest.mark.site
 @NEEDS_CHROMIUM
-def test_equations_are_drawn_without_a_network(tmp_path):
-    text = in_chromium(f"file://{BUILT}/theory.html", tmp_path)
-    assert text.count("<mjx-container") > 50
+@pytest.mark.parametrize(("page", "equations"), [("theory", 30), ("theory-derivations", 50)])
+def test_equations_are_drawn_without_a_network(tmp_path, page, equations):
+    text = in_chromium(f"file://{BUILT}/{page}.html", tmp_path)
+    assert text.count("<mjx-container") > equations
     assert "<mjx-merror" not in text
 
 
