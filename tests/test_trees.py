@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from embens.trees import batch_size, check_alike, gather
+from embens.trees import batch_size, check_same_structure, gather
 
 
 def test_gather_joins_tensors_at_every_place():
@@ -32,13 +32,13 @@ def test_objects_that_differ_between_members_are_left_out():
         """As language models return it, with tensors in nested objects."""
 
     outputs = [(torch.zeros(1), Cache()), (torch.ones(1), Cache())]
-    check_alike(outputs)
+    check_same_structure(outputs)
     assert gather(outputs, torch.cat)[1] is None
 
 
 def test_arrays_that_differ_between_members_are_refused():
     with pytest.raises(TypeError, match="different values of type ndarray"):
-        check_alike([numpy.zeros(2), numpy.ones(2)])
+        check_same_structure([numpy.zeros(2), numpy.ones(2)])
 
 
 def test_batch_size_is_the_length_of_the_first_tensor_with_an_axis():
@@ -54,9 +54,9 @@ def test_batch_size_without_tensors_is_zero():
 
 def test_outputs_of_another_structure_or_with_other_values_are_refused():
     y = torch.zeros(1)
-    check_alike([(y, "a", None), (y + 1, "a", None)])
+    check_same_structure([(y, "a", None), (y + 1, "a", None)])
     for other in ([y, "a", None], (y, "a"), (y, y, None)):
         with pytest.raises(ValueError, match="different structures"):
-            check_alike([(y, "a", None), other])
+            check_same_structure([(y, "a", None), other])
     with pytest.raises(TypeError, match="different values of type str"):
-        check_alike([(y, "a"), (y, "b")])
+        check_same_structure([(y, "a"), (y, "b")])

@@ -38,7 +38,7 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
     return tree_map(join_leaves, *outputs)
 
 
-def check_alike(outputs: Sequence[Any]) -> None:
+def check_same_structure(outputs: Sequence[Any]) -> None:
     """Raise if outputs of several members cannot be joined.
 
     Args:

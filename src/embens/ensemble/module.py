@@ -31,7 +31,7 @@ from embens.graph.reading import Flow, detached_state, has_user_code
 from embens.graph.snapshots import HOOKS, STANDARD_ATTRIBUTES
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, Site, find_layers
-from embens.trees import check_alike, gather
+from embens.trees import check_same_structure, gather
 
 FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
@@ -371,7 +371,7 @@ class EmbeddedEnsemble(nn.Module):
         outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
         if len(outputs) == 1:
             return outputs[0]
-        check_alike(outputs)
+        check_same_structure(outputs)
         return gather(outputs, _join_members)
 
     def _run_chunks(

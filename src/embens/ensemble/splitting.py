@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from embens.trees import batch_size, check_alike, gather
+from embens.trees import batch_size, check_same_structure, gather
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -51,5 +51,5 @@ def _run_unequal(ensemble: "EmbeddedEnsemble", inputs: tuple, kwargs: dict, rows
         order = torch.arange(rows).remainder(members).argsort(stable=True).argsort()
         return joined[order.to(joined.device)] if len(joined) == rows else joined
 
-    check_alike(outputs)
+    check_same_structure(outputs)
     return gather(outputs, interleave)
