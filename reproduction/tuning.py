@@ -43,10 +43,10 @@ TOLERANCE = 0.02
 """Log loss that a shorter training may lose against the best length."""
 RATES = {
     "quick": (0.003, 0.012, 0.048),
-    "cpu": (0.0125, 0.03, 0.075),
+    "cpu": (0.0125, 0.03, 0.075, 0.15),
     "paper": (0.01, 0.04, 0.16),
 }
-NETWORK_RATES = {**RATES, "cpu": (0.03, 0.06, 0.12)}
+NETWORK_RATES = {**RATES, "cpu": (0.03, 0.06, 0.12, 0.24)}
 """Learning rates of networks; a step of an ensemble with γ=M is up to M times as long."""
 LENGTHS = {"quick": 60, "cpu": (15, 20, 30), "gpu": 200, "paper": 1000}
 LENGTH = {"quick": 60, "cpu": 15, "gpu": 200, "paper": 1000}
