@@ -127,7 +127,6 @@ class MergedExecutor:
         self.reference_attributes: Attributes | None = None
         self.is_noted = True  # whether attributes that the code has changed are noted
         self.changed_names: set[str] = set()  # attributes that the user's code has changed
-        self.checked_modes: set[bool] = set()  # modes in which all parameters were compared
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
@@ -246,11 +245,9 @@ class MergedExecutor:
             return outputs
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
-            mode = copied.module.training
-            guard = StateGuard(copied, compare=a == 0, exact=mode not in self.checked_modes)
+            guard = StateGuard(copied, compare=a == 0)
             outputs = self._call(copied.module, args, kwargs)
             guard.check()
-            self.checked_modes.add(mode)
             for name, buffer in guard.store_buffers(tensors).items():
                 self._replace_buffer(a, name, buffer, values)
             for change in guard.buffer_changes():
