@@ -53,7 +53,7 @@ def test_gradients_that_a_pass_erases_are_refused_by_name(copied, to_none):
     guard = StateGuard(copied, compare=True)
     guard.check()
     copied.module.zero_grad(set_to_none=to_none)
-    with pytest.raises(RuntimeError, match="erases the gradient of '0.weight'"):
+    with pytest.raises(RuntimeError, match=r"erases the gradient of '0\.weight'"):
         guard.check()
 
 
@@ -84,7 +84,7 @@ def test_a_forward_that_erases_gradients_of_other_members_is_refused():
     x = torch.randn(6, 4)
     ensemble = embens.batch_ensemble(Forgetful(), 3, example_input=x)
     embens.objective(ensemble(x), torch.zeros(6, 3)).backward()
-    with pytest.raises(RuntimeError, match="erases the gradient of 'b.bias'"):
+    with pytest.raises(RuntimeError, match=r"erases the gradient of 'b\.bias'"):
         ensemble.backward(x, torch.zeros(6, 3))
 
 
@@ -107,7 +107,7 @@ def test_parameters_are_compared_at_every_pass():
     ensemble = embens.embed(net, 2, own="a")
     for _ in range(2):
         ensemble(x)
-    with pytest.raises(RuntimeError, match="changes its parameter 'b.weight'"):
+    with pytest.raises(RuntimeError, match=r"changes its parameter 'b\.weight'"):
         ensemble(x)
 
 
