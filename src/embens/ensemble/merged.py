@@ -169,6 +169,11 @@ class MergedExecutor:
         for copied, member_attributes in zip(self.copies, attributes, strict=True):
             copied.set_attributes(member_attributes)
 
+    def restore_attributes(self, attributes: list[dict[str, dict[str, Any]]]) -> None:
+        """Set the attributes of copies yet to be made, by member and module."""
+        self.attributes = attributes
+        self.is_noted = False
+
     def member_attributes(self) -> list[dict[str, dict[str, Any]]]:
         """Return the attributes that the user's code has set, by member and module."""
         if self.copies:
@@ -260,6 +265,13 @@ class MergedExecutor:
         """Call a member; explain an error that a plain network does not have."""
         try:
             return module(*args, **kwargs)
+        except ValueError as error:
+            if "Cannot assign non-leaf Tensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "the forward of the reference assigns a weight of one layer to another layer, but "
+                "the weights of a member are computed in each pass. Tie the weights in __init__."
+            ) from error
         except RuntimeError as error:
             if "requires_grad flags of leaf" not in str(error):
                 raise
