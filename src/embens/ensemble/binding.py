@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from embens import optim
@@ -25,7 +26,7 @@ def bind_inputs(reference: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dic
     Raises:
         TypeError: if a dictionary does not fit the forward of the reference.
     """
-    if isinstance(inputs, (tuple, list)):
+    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
         return tuple(inputs), {}
     if not isinstance(inputs, Mapping):
         return (inputs,), {}
