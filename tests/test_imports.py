@@ -15,7 +15,7 @@ import embens
 ORDER = (
     ["checks", "trees", "modes", "markdown"],
     ["laws", "files", "metrics", "mixtures", "sources", "differences"],
-    ["networks", "uncertainty", "fields", "folders"],
+    ["networks", "uncertainty", "fields", "folders", "losses"],
     ["sites"],
     ["graph"],
     ["optim"],

@@ -23,7 +23,7 @@ from embens.differences import Comparison, paired_differences
 from embens.ensemble import EmbeddedEnsemble
 from embens.evaluation import classification_scores, match_shape, run_labelled
 from embens.families import independent
-from embens.optim import logits_of
+from embens.losses import logits_of
 from embens.training import Checkpoint, Divergence, fit
 from embens.training.batches import batches_of, map_tensors
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from embens import checks, metrics, mixtures, sources
 from embens.inference import HINTS, check_gaussian, floating_dtype, run_batches
-from embens.optim import logits_of
+from embens.losses import logits_of
 from embens.prediction import Prediction, Task
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from embens import checks, metrics, mixtures, sources, uncertainty
-from embens.optim import logits_of
+from embens.losses import logits_of
 from embens.trees import gather
 
 if TYPE_CHECKING:

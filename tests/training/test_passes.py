@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import problem
 
 import embens
-from embens.optim import member_losses
+from embens.losses import member_losses
+from embens.optim import total_cross_entropy
 from embens.training import Batches, Options, fit
 from embens.training.batches import Minibatch, batches_of
-from embens.training.passes import Passes, total_cross_entropy
+from embens.training.passes import Passes
 from embens.training.tally import Tally
 
 x, y = problem.data()
