@@ -225,9 +225,19 @@ def test_a_candidate_that_is_no_module_is_refused():
         compare({"one": lambda: 3}, *parts(), **ARGUMENTS)
 
 
-def test_tables_show_every_candidate_and_interval(capsys):
-    result = compare(candidates(), *parts(), **{**ARGUMENTS, "progress": True})
-    assert "batch (2 of 2)" in capsys.readouterr().err
+@pytest.mark.parametrize("progress", [True, None, False])
+def test_lines_of_epochs_follow_the_name_of_their_candidate(progress, capsys):
+    compare(candidates(), *parts(), **{**ARGUMENTS, "progress": progress})
+    lines = capsys.readouterr().err.splitlines()
+    if progress is False:
+        assert lines == []
+    else:
+        assert lines.index("one (1 of 2)") == 0
+        assert lines[lines.index("batch (2 of 2)") + 1].startswith("epoch 1/4")
+
+
+def test_tables_show_every_candidate_and_interval():
+    result = compare(candidates(), *parts(), **ARGUMENTS)
     text = str(result)
     assert isinstance(result, Comparison)
     assert all(name in text for name in ("one", "batch", "nll", "95 % intervals"))

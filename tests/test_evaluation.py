@@ -193,3 +193,9 @@ def test_networks_with_several_outputs_raise(x, classes):
 
     with pytest.raises(TypeError, match="needs a network with a single output"):
         evaluate(embens.batch_ensemble(Two(), 3), (x, classes))
+
+
+def test_pairs_of_a_mean_and_a_log_variance_get_a_hint(x, values):
+    with pytest.raises(ValueError, match=r"use task='gaussian'\."):
+        evaluate(ensemble(2), (x, values))
+    assert evaluate(ensemble(2), (x, values), task="gaussian")["coverage"] > 0.5

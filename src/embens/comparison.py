@@ -333,8 +333,5 @@ def _stack(values: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _report(options: Mapping[str, Any], text: str) -> None:
     """Print the candidate that is trained next, if progress is shown."""
-    show = options.get("progress")
-    if show is None:
-        show = sys.stderr is not None and sys.stderr.isatty()
-    if show:
+    if options.get("progress") is not False and sys.stderr is not None:
         print(text, file=sys.stderr)

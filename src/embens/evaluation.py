@@ -204,8 +204,11 @@ def match_shape(target: Tensor, mean: Tensor) -> Tensor:
     target_sizes = [size for size in target.shape[1:] if size != 1]
     mean_sizes = [size for size in mean.shape[1:] if size != 1]
     if len(target) != len(mean) or target_sizes != mean_sizes:
+        hint = ""
+        if mean.shape[-1] == 2 and 2 * target.numel() == mean.numel():
+            hint = " For outputs that are a mean and a log-variance use task='gaussian'."
         raise ValueError(
             f"target must have the shape of the mean output, {tuple(mean.shape)}, got "
-            f"{tuple(target.shape)}."
+            f"{tuple(target.shape)}.{hint}"
         )
     return target.reshape(mean.shape)

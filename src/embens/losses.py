@@ -21,6 +21,8 @@ Of = Literal["members", "mean", "moments"]
 BATCH_KINDS = ("same", "own", "split")
 LOSSES_OF = ("members", "mean", "moments")
 IGNORED = -100  # the label that cross-entropy leaves out, as in torch
+TOO_FEW_OUTPUTS = "integer targets imply cross-entropy, which needs at least two outputs"
+FLOATING_TARGETS = "Pass target.float() for squared error, or a criterion."
 FEW_CLASSES = 32  # up to here a softmax over the last but one axis is faster than over the last
 
 
@@ -165,9 +167,18 @@ def ignored_label(criterion: Any) -> int | None:
 
 
 def check_labels(name: str, target: Any, classes: int, ignored: int = IGNORED) -> None:
-    """Raise ValueError for integer labels that are not classes."""
+    """Raise ValueError for integer labels that are not classes.
+
+    Args:
+        name: of the target, for the error message.
+        target: labels of any shape; floating targets are not checked.
+        classes: number of outputs.
+        ignored: the label to leave out.
+    """
     if not isinstance(target, Tensor) or target.is_floating_point():
         return
+    if classes < 2:
+        raise ValueError(f"{name}: {TOO_FEW_OUTPUTS}, got {classes}. {FLOATING_TARGETS}")
     invalid = ((target < 0) | (target >= classes)) & (target != ignored)
     if invalid.any():
         labels = ", ".join(str(label) for label in target[invalid].unique().tolist()[:5])
@@ -181,9 +192,7 @@ def _check_classes(shape: torch.Size, target: Tensor) -> None:
     """Raise if one member's outputs and a target have no cross-entropy."""
     if len(shape) < 2 or shape[1] < 2:
         raise ValueError(
-            "integer targets imply cross-entropy, which needs at least two outputs, got members' "
-            f"outputs of shape {tuple(shape)}. Pass target.float() for squared error, or a "
-            "criterion."
+            f"{TOO_FEW_OUTPUTS}, got members' outputs of shape {tuple(shape)}. {FLOATING_TARGETS}"
         )
     expected = shape if target.is_floating_point() else (shape[0], *shape[2:])
     if target.shape != expected:

@@ -189,3 +189,8 @@ def test_the_total_cross_entropy_is_the_sum_over_members(classes):
 def test_a_column_of_labels_raises_with_the_fix():
     with pytest.raises(ValueError, match="Squeeze a column of classes"):
         fit(problem.ensemble(), (x, y[:, None]), epochs=1)
+
+
+def test_integer_targets_of_a_regression_raise_with_the_fix():
+    with pytest.raises(ValueError, match=r"at least two outputs, got 1\. Pass target\.float\(\)"):
+        fit(problem.ensemble(outputs=1), (x, y), epochs=1)

@@ -307,7 +307,8 @@ def _validate(run: Run, validation: AnySource) -> dict[str, Any]:
     if metric is None:
         is_classification = "validation_ensemble_accuracy" in columns
         metric = "accuracy" if is_classification else "loss"
-    if isinstance(metric, str) and metric not in METRICS:
+    has_column = isinstance(metric, str) and metric not in METRICS
+    if has_column or (isinstance(metric, str) and "classification" not in tally.tasks):
         value = _named_column(columns, metric)
     else:
         function = METRICS[metric] if isinstance(metric, str) else metric
