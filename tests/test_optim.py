@@ -677,6 +677,23 @@ class TestRates:
             train()
         assert [warning.filename for warning in caught] == [__file__]
 
+    @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.NAdam])
+    def test_groups_for_sgd_in_an_optimizer_of_the_adam_kind_are_reported_once(self, kind):
+        optimizer = kind(self.optimizer(optim.SGD).param_groups)
+        with pytest.warns(UserWarning, match=f"optimizer=torch.optim.{kind.__name__}") as caught:
+            optimizer.step()
+        optimizer.step()
+        assert [warning.filename for warning in caught] == [__file__]
+        self.optimizer(kind).step()
+
+    def test_groups_for_sgd_fit_adam_if_the_natural_gamma_is_the_number_of_members(self):
+        ensemble = embens.batch_ensemble(make_reference(), 4, p=0.0)
+        groups = ensemble.parameter_groups(0.1, gamma=1)
+        expected = ensemble.parameter_groups(0.1, gamma=1, optimizer=optim.AdamW)
+        assert [g["lr"] for g in groups] == [g["lr"] for g in expected]
+        assert [g["weight_decay"] for g in groups] == [g["weight_decay"] for g in expected]
+        optim.AdamW(groups).step()
+
     def test_the_check_survives_saving_the_optimizer(self):
         optimizer = self.optimizer()
         optimizer.load_state_dict(optimizer.state_dict())

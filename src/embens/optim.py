@@ -33,6 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,18 @@ Gamma = float | int | Callable[[int], float] | None
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 RATIO_TOLERANCE = 0.1  # relative change of the ratio of two learning rates that is not reported
+ADAM_KIND = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+)
+_DRIFTED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers with a warning about the ratio of their rates."""
+_UNFIT: WeakSet[Optimizer] = WeakSet()
+"""Optimizers with a warning about groups for another kind of optimizer."""
 
 
 # Objective
@@ -254,19 +267,34 @@ def _tenth_step(optimizer: MakeOptimizer, scale: float, decay: float = 0.0) -> T
     return parameter.detach() - before
 
 
-def shared_factors(
-    spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer
-) -> tuple[float, float]:
+@dataclass(frozen=True)
+class SharedFactors:
+    """Factors of the rates of the shared parameters.
+
+    Attributes:
+        rate: factor of the learning rate.
+        decay: factor of the weight decay, which makes the decay of a step independent of gamma.
+        fits_adam: whether the factors are right for optimizers of the Adam kind.
+    """
+
+    rate: float
+    decay: float
+    fits_adam: bool
+
+
+def shared_factors(spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer) -> SharedFactors:
     """Return the factors of learning rate and weight decay of the shared parameters."""
     natural = natural_gamma(spec)
     factor = gradient_factor(gamma, spec.members, natural)
     if factor == 0:
-        return 0.0, 0.0
+        return SharedFactors(0.0, 0.0, fits_adam=True)
     kind = kind_of_optimizer(optimizer)
     rate = factor
     if kind.scale_free:
         rate = factor * spec.members / natural
-    return rate, 1 / (rate if kind.decoupled else factor)
+    decay = 1 / (rate if kind.decoupled else factor)
+    # With the natural gamma M both rates are the same.
+    return SharedFactors(rate, decay, fits_adam=kind.scale_free or natural == spec.members)
 
 
 def parameter_groups(
@@ -291,48 +319,47 @@ def parameter_groups(
         if not isinstance(rate, (Real, Tensor)) or not math.isfinite(rate) or rate < 0:
             raise ValueError(f"{name} must be finite and not negative, got {rate!r}.")
     spec = ensemble.spec
-    rate_factor, decay_factor = shared_factors(spec, gamma, optimizer)
-    separate = set()
-    for item in spec.per_member:
-        separate |= {f"{item.module}.{tensor}".lstrip(".") for tensor in item.tensors}
+    factors = shared_factors(spec, gamma, optimizer)
+    modulations, per_member = _individual_parameters(ensemble)
+    shared = [] if spec.frozen else list(ensemble.shared_parameters())
+    groups = []
+    if shared:
+        group = _group(shared, lr * factors.rate, weight_decay * factors.decay, factors.rate)
+        groups.append({**group, "full_lr": float(lr), "fits_adam": factors.fits_adam})
+    if modulations:
+        groups.append(_group(modulations, modulation_lr, modulation_weight_decay))
+    if per_member:
+        groups.append(_group(per_member, lr, weight_decay))
+    return groups
+
+
+def _individual_parameters(
+    ensemble: "EmbeddedEnsemble",
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the modulations, and the parameters of per-member layers."""
+    per_member_names = set()
+    for item in ensemble.spec.per_member:
+        per_member_names |= {f"{item.module}.{tensor}".lstrip(".") for tensor in item.tensors}
     modulations, per_member = [], []
     for attribute, parameter in ensemble.individual.named_parameters():
-        is_separate = attribute.replace("/", ".") in separate
-        (per_member if is_separate else modulations).append(parameter)
-    shared = [] if spec.frozen else list(ensemble.shared_parameters())
-    groups: list[dict[str, Any]] = []
-    if shared:
-        groups.append(
-            {
-                "params": shared,
-                "lr": lr * rate_factor,
-                "weight_decay": weight_decay * decay_factor,
-                "gamma_factor": rate_factor,
-                "planned_lr": float(lr * rate_factor),
-                "full_lr": float(lr),
-            }
-        )
-    if modulations:
-        groups.append(
-            {
-                "params": modulations,
-                "lr": modulation_lr,
-                "weight_decay": modulation_weight_decay,
-                "gamma_factor": 1.0,
-                "planned_lr": float(modulation_lr),
-            }
-        )
-    if per_member:
-        groups.append(
-            {
-                "params": per_member,
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "gamma_factor": 1.0,
-                "planned_lr": float(lr),
-            }
-        )
-    return groups
+        if attribute.replace("/", ".") in per_member_names:
+            per_member.append(parameter)
+        else:
+            modulations.append(parameter)
+    return modulations, per_member
+
+
+def _group(
+    parameters: list[nn.Parameter], lr: float, weight_decay: float, gamma_factor: float = 1.0
+) -> dict[str, Any]:
+    """Return a parameter group, with its rate at the start for :func:`check_rates`."""
+    return {
+        "params": parameters,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "gamma_factor": gamma_factor,
+        "planned_lr": float(lr),
+    }
 
 
 @functools.cache
@@ -346,7 +373,8 @@ def check_rates(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> Non
 
     A scheduler that multiplies keeps the ratio of the groups' rates. Code that sets one rate for
     all groups, such as ``OneCycleLR(optimizer, max_lr=0.1)``, removes gamma. A ratio that changes
-    gradually, as with ``CosineAnnealingLR(eta_min=…)``, is reported once in a warning.
+    gradually, as with ``CosineAnnealingLR(eta_min=…)``, is reported once in a warning, and so are
+    groups for SGD in an optimizer of the Adam kind.
 
     Args:
         optimizer: any optimizer; groups that :func:`parameter_groups` did not make are ignored.
@@ -364,22 +392,37 @@ def check_rates(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> Non
             is_overwritten = group["planned_lr"] != group["full_lr"] == group.get("max_lr")
             if is_overwritten:
                 raise _lost_gamma(group["full_lr"], group)
+            if not group["fits_adam"] and isinstance(optimizer, ADAM_KIND):
+                _warn_of_kind(optimizer)
         elif shared and "planned_lr" in group:
-            _compare_rates(shared, group)
+            _compare_rates(optimizer, shared, group)
 
 
-def _compare_rates(shared: dict[str, Any], group: dict[str, Any]) -> None:
-    """Compare the ratio of two rates with that of the plan and that of gamma."""
-    if shared.get("has_drifted"):
+def _warn_of_kind(optimizer: Optimizer) -> None:
+    """Warn once that the groups of an optimizer of the Adam kind are for SGD."""
+    if optimizer in _UNFIT:
         return
+    _UNFIT.add(optimizer)
+    name = type(optimizer).__name__
+    warn(
+        f"the parameter groups are for SGD, but the optimizer is {name}, which needs another "
+        "learning rate of the shared parameters. Pass the class to parameter_groups: "
+        f"{name}(ensemble.parameter_groups(…, optimizer=torch.optim.{name}))."
+    )
+
+
+def _compare_rates(optimizer: Optimizer, shared: dict[str, Any], group: dict[str, Any]) -> None:
+    """Compare the ratio of two rates with that of the plan and that of gamma."""
     for key in ("planned_lr", "gamma_factor"):
         # Products instead of ratios, as rates may be 0.
         actual, expected = shared["lr"] * group[key], group["lr"] * shared[key]
         if abs(actual - expected) <= RATIO_TOLERANCE * expected:
             return
+    if optimizer in _DRIFTED:
+        return
     if shared["lr"] == group["lr"]:
         raise _lost_gamma(shared["lr"], shared)
-    shared["has_drifted"] = True
+    _DRIFTED.add(optimizer)
     warn(
         f"the learning rates are {float(shared['lr']):g} for shared parameters and "
         f"{float(group['lr']):g} for others, not in the ratio of the plan "
