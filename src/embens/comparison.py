@@ -6,7 +6,6 @@ Candidates are compared with the first one, row by row of the test data (:mod:`e
 from __future__ import annotations
 
 import copy
-import math
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ from embens.differences import Comparison, paired_differences
 from embens.ensemble import EmbeddedEnsemble
 from embens.evaluation import classification_scores, match_shape, run_labelled
 from embens.families import independent
+from embens.logits import log_mean_probability
 from embens.losses import logits_of
 from embens.training import Checkpoint, Divergence, fit
 from embens.training.batches import batches_of, map_tensors
@@ -317,8 +317,7 @@ def _row_values(outputs: Tensor, target: Tensor, temperature: float) -> dict[str
 
 def _negative_log_likelihood(outputs: Tensor, target: Tensor) -> Tensor:
     """Return the negative log-likelihood of the mean probability ``(row,)``."""
-    log_mean = outputs.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
-    return -log_mean.gather(1, target[:, None]).squeeze(1)
+    return -log_mean_probability(outputs).gather(1, target[:, None]).squeeze(1)
 
 
 def _average(scores: list[dict[str, float]]) -> dict[str, float]:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from embens import metrics
 from embens.files import check_output, write_atomically
+from embens.logits import log_mean_probability
 from embens.mixtures import best_scale
 
 if TYPE_CHECKING:
@@ -65,9 +66,8 @@ def best_temperature(outputs: Tensor, target: Tensor) -> float:
 
     def loss(temperature: float) -> Tensor:
         scaled = outputs / temperature
-        log_mean = scaled.log_softmax(-1).logsumexp(0) - math.log(len(scaled))
         # The mean over rows and classes is the loss of one row with uniform class probabilities.
-        return rows * metrics.nll(scaled, target) - log_mean.mean()
+        return rows * metrics.nll(scaled, target) - log_mean_probability(scaled).mean()
 
     return best_scale(loss)
 
