@@ -252,3 +252,29 @@ def test_a_network_starts_from_its_own_weights():
     expected = nn.functional.cross_entropy(network(test[0]).detach(), test[1])
     assert result.scores["one"]["nll"] == pytest.approx(float(expected), rel=1e-5)
     assert result.differences == []
+
+
+def test_networks_that_predict_variances_are_compared_by_their_distributions():
+    def data(rows, seed):
+        x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed))
+        return x, x[:, 0]
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    ensemble = embens.batch_ensemble(network, 3)
+    test = data(40, 2)
+    result = compare(
+        {"one": network, "batch": ensemble},
+        data(60, 0),
+        data(30, 1),
+        test,
+        criterion=embens.gaussian_nll,
+        **ARGUMENTS,
+    )
+    assert [each.metric for each in result.differences] == ["squared_error", "nll", "crps"]
+    embens.fit(ensemble, data(60, 0), data(30, 1), criterion=embens.gaussian_nll, **ARGUMENTS)
+    expected = embens.evaluate(ensemble, test, task="gaussian")
+    scores = result.scores["batch"]
+    assert scores["nll"] == pytest.approx(expected["nll"])
+    assert scores["crps"] == pytest.approx(expected["crps"])
+    assert scores["squared_error"] ** 0.5 == pytest.approx(expected["rmse"])

@@ -12,23 +12,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from embens import checks, metrics, uncertainty
+from embens import checks, metrics, mixtures, uncertainty
 from embens.differences import Comparison, paired_differences
 from embens.ensemble import EmbeddedEnsemble
 from embens.evaluation import classification_scores, match_shape, run_labelled
 from embens.families import independent
 from embens.logits import log_mean_probability
-from embens.losses import logits_of
-from embens.training import Checkpoint, Divergence, fit
+from embens.losses import gaussian_nll, logits_of
+from embens.prediction import Prediction
+from embens.training import Checkpoint, Divergence, History, fit
 from embens.training.batches import batches_of, map_tensors
-
-if TYPE_CHECKING:
-    pass
 
 Candidate = nn.Module | Callable[[], nn.Module]
 
@@ -73,7 +71,8 @@ def compare(
     Returns:
         Scores and costs, and paired differences to the first candidate with intervals. For
         classification the metrics are ``accuracy``, ``nll``, ``calibrated_nll`` (after temperature
-        scaling) and ``brier``; for regression ``squared_error``. Costs are ``parameters``,
+        scaling) and ``brier``; for regression ``squared_error``, and with
+        ``criterion=embens.gaussian_nll`` also ``nll`` and ``crps``. Costs are ``parameters``,
         ``training_seconds`` (at the chosen learning rate), ``inference_seconds`` (of the test data)
         and ``epochs``.
 
@@ -100,8 +99,9 @@ def compare(
     """
     rates = _check_arguments(candidates, epochs, lr, seeds, budget)
     data = {"train": train, "validation": validation, "test": test}
+    is_gaussian = _predicts_variances(options.get("criterion"))
     for name, candidate in candidates.items():
-        _check_candidate(name, _build(candidate, seed=0), data)
+        _check_candidate(name, _build(candidate, seed=0), data, is_gaussian)
     epochs_of = dict.fromkeys(candidates, epochs)
     if budget == "compute":
         epochs_of = _equal_compute(candidates, train, epochs)
@@ -159,14 +159,21 @@ def _keep_weights(module: nn.Module) -> None:
     """Leave the weights of the only member as they are in the user's network."""
 
 
-def _check_candidate(name: str, ensemble: EmbeddedEnsemble, data: dict[str, Any]) -> None:
+def _predicts_variances(criterion: Any) -> bool:
+    """Return whether outputs are a mean and a log-variance."""
+    return getattr(criterion, "func", criterion) is gaussian_nll
+
+
+def _check_candidate(
+    name: str, ensemble: EmbeddedEnsemble, data: dict[str, Any], is_gaussian: bool
+) -> None:
     """Evaluate one batch of the validation and test data, so that no training is in vain."""
     for part in ("validation", "test"):
         batch = next(iter(batches_of(data[part], 2, seed=None, name=part).epoch(0)))
         try:
             rows = iter([(*_as_tuple(batch.inputs), batch.target)])
             outputs, target = run_labelled(ensemble, rows)
-            _row_values(outputs, target, temperature=1.0)
+            _row_values(outputs, target, is_gaussian)
         except (TypeError, ValueError, RuntimeError) as error:
             error.add_note(f"The candidate is {name!r}, evaluated on the {part} data.")
             raise
@@ -264,16 +271,21 @@ class _Trainer:
             callbacks=callbacks,
             **options,
         )
+        return self.score(ensemble, history, lr, seed)
+
+    def score(self, ensemble: EmbeddedEnsemble, history: History, lr: float, seed: int) -> _Run:
+        """Score a trained ensemble; validation data choose the temperature."""
+        is_gaussian = _predicts_variances(self.options.get("criterion"))
         held_out, held_out_target = _predict(ensemble, self.data["validation"], seed)
         temperature = 1.0
         if not held_out_target.is_floating_point():
             temperature = uncertainty.best_temperature(held_out, held_out_target)
-        validation_values = _row_values(held_out, held_out_target, temperature=1.0)
+        validation_values = _row_values(held_out, held_out_target, is_gaussian)
         loss_name = "nll" if "nll" in validation_values else "squared_error"
         started = time.perf_counter()
         outputs, target = _predict(ensemble, self.data["test"], seed)
         inference_seconds = time.perf_counter() - started
-        values = _row_values(outputs, target, temperature)
+        values = _row_values(outputs, target, is_gaussian, temperature)
         scores = {name: float(value.mean()) for name, value in values.items()}
         if not target.is_floating_point():
             scores = {**scores, **classification_scores(outputs, target)}
@@ -295,13 +307,20 @@ def _predict(ensemble: EmbeddedEnsemble, data: Any, seed: int) -> tuple[Tensor, 
     return outputs.cpu(), target.cpu()
 
 
-def _row_values(outputs: Tensor, target: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Return the metrics of each row ``(row,)``, in double precision."""
+def _row_values(
+    outputs: Tensor, target: Tensor, is_gaussian: bool, temperature: float = 1.0
+) -> dict[str, Tensor]:
+    """Return the metrics of each row ``(row,)``, in double precision.
+
+    Args:
+        outputs: outputs of all members ``(member, row, …)``.
+        target: classes or values ``(row, …)``.
+        is_gaussian: whether outputs are a mean and a log-variance.
+        temperature: divides the logits for ``calibrated_nll``.
+    """
     outputs = outputs.double()
     if target.is_floating_point():
-        mean = outputs.mean(0)
-        errors = (mean - match_shape(target, mean).to(mean)).square()
-        return {"squared_error": errors.reshape(len(errors), -1).mean(1)}
+        return _regression_values(outputs, target, is_gaussian)
     metrics.nll(outputs, target)  # checks shapes and labels
     target = target.to(outputs.device)
     is_correct = outputs.mean(0).argmax(-1) == target
@@ -313,6 +332,18 @@ def _row_values(outputs: Tensor, target: Tensor, temperature: float) -> dict[str
         "calibrated_nll": _negative_log_likelihood(outputs / temperature, target),
         "brier": (probabilities - one_hot).square().sum(-1),
     }
+
+
+def _regression_values(outputs: Tensor, target: Tensor, is_gaussian: bool) -> dict[str, Tensor]:
+    """Return the metrics of each row of a regression ``(row,)``."""
+    prediction = Prediction(outputs, "gaussian" if is_gaussian else "regression")
+    target = match_shape(target, prediction.mean).to(prediction.mean)
+    values = {"squared_error": (prediction.mean - target).square()}
+    if is_gaussian:
+        means, stds = prediction.components
+        values["nll"] = mixtures.negative_log_likelihood(means, stds, target)
+        values["crps"] = mixtures.crps(means, stds, target)
+    return {name: value.reshape(len(value), -1).mean(1) for name, value in values.items()}
 
 
 def _negative_log_likelihood(outputs: Tensor, target: Tensor) -> Tensor:
