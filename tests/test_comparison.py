@@ -278,3 +278,11 @@ def test_networks_that_predict_variances_are_compared_by_their_distributions():
     assert scores["nll"] == pytest.approx(expected["nll"])
     assert scores["crps"] == pytest.approx(expected["crps"])
     assert scores["squared_error"] ** 0.5 == pytest.approx(expected["rmse"])
+
+
+def test_rows_of_probabilities_are_not_compared_as_values():
+    soft = [(x, nn.functional.one_hot(y, 3).float()) for x, y in parts()]
+    with pytest.raises(ValueError, match="rows of class probabilities"):
+        compare(candidates(), *soft, **ARGUMENTS)
+    result = compare(candidates(), *soft, criterion=nn.functional.mse_loss, **ARGUMENTS)
+    assert [each.metric for each in result.differences] == ["squared_error"]

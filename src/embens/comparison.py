@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from embens import checks, metrics, mixtures, uncertainty
 from embens.differences import Comparison, paired_differences
 from embens.ensemble import EmbeddedEnsemble
-from embens.evaluation import classification_scores, match_shape, run_labelled
+from embens.evaluation import classification_scores, infer_task, match_shape, run_labelled
 from embens.families import independent
 from embens.logits import log_mean_probability
-from embens.losses import gaussian_nll, logits_of
-from embens.prediction import Prediction
+from embens.losses import Criterion, gaussian_nll, ignored_label, logits_of
+from embens.prediction import Prediction, Task
 from embens.training import Checkpoint, Divergence, History, fit
 from embens.training.batches import batches_of, map_tensors
 
@@ -99,9 +99,8 @@ def compare(
     """
     rates = _check_arguments(candidates, epochs, lr, seeds, budget)
     data = {"train": train, "validation": validation, "test": test}
-    is_gaussian = _predicts_variances(options.get("criterion"))
     for name, candidate in candidates.items():
-        _check_candidate(name, _build(candidate, seed=0), data, is_gaussian)
+        _check_candidate(name, _build(candidate, seed=0), data, options.get("criterion"))
     epochs_of = dict.fromkeys(candidates, epochs)
     if budget == "compute":
         epochs_of = _equal_compute(candidates, train, epochs)
@@ -159,13 +158,8 @@ def _keep_weights(module: nn.Module) -> None:
     """Leave the weights of the only member as they are in the user's network."""
 
 
-def _predicts_variances(criterion: Any) -> bool:
-    """Return whether outputs are a mean and a log-variance."""
-    return getattr(criterion, "func", criterion) is gaussian_nll
-
-
 def _check_candidate(
-    name: str, ensemble: EmbeddedEnsemble, data: dict[str, Any], is_gaussian: bool
+    name: str, ensemble: EmbeddedEnsemble, data: dict[str, Any], criterion: Criterion | None
 ) -> None:
     """Evaluate one batch of the validation and test data, so that no training is in vain."""
     for part in ("validation", "test"):
@@ -173,7 +167,7 @@ def _check_candidate(
         try:
             rows = iter([(*_as_tuple(batch.inputs), batch.target)])
             outputs, target = run_labelled(ensemble, rows)
-            _row_values(outputs, target, is_gaussian)
+            _row_values(outputs, target, criterion)
         except (TypeError, ValueError, RuntimeError) as error:
             error.add_note(f"The candidate is {name!r}, evaluated on the {part} data.")
             raise
@@ -275,17 +269,17 @@ class _Trainer:
 
     def score(self, ensemble: EmbeddedEnsemble, history: History, lr: float, seed: int) -> _Run:
         """Score a trained ensemble; validation data choose the temperature."""
-        is_gaussian = _predicts_variances(self.options.get("criterion"))
+        criterion = self.options.get("criterion")
         held_out, held_out_target = _predict(ensemble, self.data["validation"], seed)
         temperature = 1.0
         if not held_out_target.is_floating_point():
             temperature = uncertainty.best_temperature(held_out, held_out_target)
-        validation_values = _row_values(held_out, held_out_target, is_gaussian)
+        validation_values = _row_values(held_out, held_out_target, criterion)
         loss_name = "nll" if "nll" in validation_values else "squared_error"
         started = time.perf_counter()
         outputs, target = _predict(ensemble, self.data["test"], seed)
         inference_seconds = time.perf_counter() - started
-        values = _row_values(outputs, target, is_gaussian, temperature)
+        values = _row_values(outputs, target, criterion, temperature)
         scores = {name: float(value.mean()) for name, value in values.items()}
         if not target.is_floating_point():
             scores = {**scores, **classification_scores(outputs, target)}
@@ -308,19 +302,20 @@ def _predict(ensemble: EmbeddedEnsemble, data: Any, seed: int) -> tuple[Tensor, 
 
 
 def _row_values(
-    outputs: Tensor, target: Tensor, is_gaussian: bool, temperature: float = 1.0
+    outputs: Tensor, target: Tensor, criterion: Criterion | None, temperature: float = 1.0
 ) -> dict[str, Tensor]:
     """Return the metrics of each row ``(row,)``, in double precision.
 
     Args:
         outputs: outputs of all members ``(member, row, …)``.
         target: classes or values ``(row, …)``.
-        is_gaussian: whether outputs are a mean and a log-variance.
+        criterion: of the training; None: the default.
         temperature: divides the logits for ``calibrated_nll``.
     """
     outputs = outputs.double()
-    if target.is_floating_point():
-        return _regression_values(outputs, target, is_gaussian)
+    task = _task_of(criterion, outputs, target)
+    if task != "classification":
+        return _regression_values(Prediction(outputs, task), target)
     metrics.nll(outputs, target)  # checks shapes and labels
     target = target.to(outputs.device)
     is_correct = outputs.mean(0).argmax(-1) == target
@@ -334,12 +329,21 @@ def _row_values(
     }
 
 
-def _regression_values(outputs: Tensor, target: Tensor, is_gaussian: bool) -> dict[str, Tensor]:
+def _task_of(criterion: Criterion | None, outputs: Tensor, target: Tensor) -> Task:
+    """Return the task that a criterion and a target imply."""
+    if getattr(criterion, "func", criterion) is gaussian_nll:
+        return "gaussian"
+    is_cross_entropy = ignored_label(criterion) is not None
+    if target.is_floating_point() and criterion is not None and not is_cross_entropy:
+        return "regression"
+    return infer_task(outputs, target)
+
+
+def _regression_values(prediction: Prediction, target: Tensor) -> dict[str, Tensor]:
     """Return the metrics of each row of a regression ``(row,)``."""
-    prediction = Prediction(outputs, "gaussian" if is_gaussian else "regression")
     target = match_shape(target, prediction.mean).to(prediction.mean)
     values = {"squared_error": (prediction.mean - target).square()}
-    if is_gaussian:
+    if prediction.task == "gaussian":
         means, stds = prediction.components
         values["nll"] = mixtures.negative_log_likelihood(means, stds, target)
         values["crps"] = mixtures.crps(means, stds, target)

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from embens import checks, metrics, mixtures, sources
-from embens.inference import HINTS, check_gaussian, floating_dtype, run_batches
-from embens.losses import logits_of
+from embens.inference import HINTS, check_ensemble, check_gaussian, floating_dtype, run_batches
+from embens.losses import default_criterion, logits_of
 from embens.prediction import Prediction, Task
 
 if TYPE_CHECKING:
@@ -83,15 +84,42 @@ def evaluate(
         >>> list(scores)[:4]
         ['accuracy', 'nll', 'brier', 'ece']
     """
+    check_ensemble("evaluate", ensemble)
     checks.check_choice("task", task, TASKS)
     checks.check_whole("batch_size", batch_size)
     outputs, target = run_labelled(ensemble, data, batch_size, members=members, generator=generator)
     if task is None:
-        task = "regression" if target.is_floating_point() else "classification"
+        task = infer_task(outputs, target)
     if task == "classification":
         return classification_scores(outputs, target)
     check_gaussian(outputs, task)
     return regression_scores(Prediction(outputs, task), target, level)
+
+
+def infer_task(outputs: Tensor, target: Tensor) -> Task:
+    """Return "classification" for integer targets, "regression" for floating ones.
+
+    Args:
+        outputs: outputs ``(member, batch, …)``.
+        target: targets ``(batch, …)``.
+
+    Raises:
+        ValueError: if the targets are rows of class probabilities, which :func:`embens.fit` trains
+            by cross-entropy.
+
+    Example:
+        >>> infer_task(torch.zeros(3, 2, 4), torch.tensor([0, 3]))
+        'classification'
+    """
+    if not target.is_floating_point():
+        return "classification"
+    if default_criterion(outputs, target) is cross_entropy:
+        raise ValueError(
+            "the targets are rows of class probabilities, for which there are no scores. Pass the "
+            "most probable classes, target.argmax(-1). For values pass task='regression' "
+            "(evaluate) or criterion=torch.nn.functional.mse_loss (compare)."
+        )
+    return "regression"
 
 
 def classification_scores(outputs: Tensor, target: Tensor) -> dict[str, float]:

@@ -5,6 +5,12 @@ import math
 import torch
 from torch import Tensor
 
+FLATTEN_POSITIONS = (
+    "Make the positions of images or tokens rows: outputs.movedim(2, -1).flatten(1, -2) if classes "
+    "are axis 2, as in images, otherwise outputs.flatten(1, -2); target.flatten()."
+)
+"""How to get rows from outputs with more axes."""
+
 
 def log_probabilities(outputs: Tensor) -> Tensor:
     """Return the members' log-probabilities, finite where a probability underflows to 0.
@@ -62,7 +68,9 @@ def check_outputs(outputs: Tensor) -> Tensor:
     if not outputs.is_floating_point():
         raise TypeError(f"{expected}, got {outputs.dtype}. Pass logits, not predicted classes.")
     shape = tuple(outputs.shape)
-    if len(shape) != 3:
+    if len(shape) > 3:
+        raise ValueError(f"{expected}, got shape {shape}. {FLATTEN_POSITIONS}")
+    if len(shape) < 3:
         raise ValueError(
             f"{expected}, got shape {shape}. For a single model add the member axis: "
             "outputs.unsqueeze(0)."

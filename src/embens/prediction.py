@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from embens import checks, metrics, mixtures, sources, uncertainty
+from embens.logits import FLATTEN_POSITIONS
 from embens.losses import logits_of
 from embens.trees import gather
 
@@ -125,7 +126,14 @@ class Prediction:
     @property
     def probabilities(self) -> Tensor:
         """Mean of the members' class probabilities ``(batch, class)``."""
-        return self._outputs("probabilities", "classification").softmax(-1).mean(0)
+        outputs = self._outputs("probabilities", "classification")
+        if outputs.dim() > 3:
+            # The classes of images are axis 2 and those of tokens the last one.
+            raise ValueError(
+                "probabilities needs logits (member, batch, class), got shape "
+                f"{tuple(outputs.shape)}. {FLATTEN_POSITIONS}"
+            )
+        return outputs.softmax(-1).mean(0)
 
     @property
     def entropy(self) -> Tensor:

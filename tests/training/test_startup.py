@@ -32,3 +32,16 @@ def test_updates_are_fused_only_where_the_kernel_is_correct():
     strided.weight = nn.Parameter(torch.randn(4, 3).t())
     assert not fused(nn.Sequential(strided))
     assert not fused(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"criterion": "mse"}, "criterion must be a function"),
+        ({"criterion": nn.CrossEntropyLoss}, "criterion must be a function"),
+        ({"scheduler": "cosine"}, "scheduler must be a function from the optimizer"),
+    ],
+)
+def test_names_and_classes_in_place_of_functions_raise(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        fit(problem.ensemble(), problem.data(), epochs=1, **arguments)

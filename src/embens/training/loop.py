@@ -32,7 +32,8 @@ from embens.training.startup import (
     DEFAULT_LR,
     MakeOptimizer,
     cache_features,
-    check_ensemble,
+    check_functions,
+    check_trainable,
     collect_options,
     group_settings,
     make_optimizer,
@@ -120,7 +121,8 @@ def fit(
         >>> history.epochs[-1]["ensemble_accuracy"] > 0.9
         True
     """
-    check_ensemble(ensemble)
+    check_trainable(ensemble)
+    check_functions(criterion, scheduler)
     check_whole("epochs", epochs, 0)
     check_whole("batch_size", batch_size)
     check_whole("seed", seed, 0)

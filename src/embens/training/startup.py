@@ -8,7 +8,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.inference import floating_dtype
+from embens.inference import check_ensemble, floating_dtype
 from embens.optim import Gamma
 from embens.sources import count_inputs
 from embens.training import processes
@@ -23,16 +23,32 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 DEFAULT_LR = 0.01
 
 
-def check_ensemble(ensemble: Any) -> None:
-    """Raise unless the first argument is an ensemble that can be trained."""
-    if not isinstance(ensemble, EmbeddedEnsemble):
-        kind = type(ensemble).__name__
-        hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)"
-        if kind in ("DistributedDataParallel", "DataParallel"):
-            hint = "Pass its .module: fit itself averages over processes under torchrun"
-        raise TypeError(f"fit expects an ensemble; got {kind}. {hint}.")
+def check_trainable(ensemble: Any) -> None:
+    """Raise unless the first argument is an ensemble with parameters to train."""
+    check_ensemble("fit", ensemble)
     if not any(parameter.requires_grad for parameter in ensemble.parameters()):
         raise ValueError("the ensemble has no parameter that requires a gradient")
+
+
+def check_functions(criterion: Any, scheduler: Any) -> None:
+    """Raise TypeError unless the criterion and the scheduler are functions, or None.
+
+    Args:
+        criterion: of one member's outputs and the target.
+        scheduler: of the optimizer.
+    """
+    is_class = isinstance(criterion, type)
+    if criterion is not None and (is_class or not callable(criterion)):
+        raise TypeError(
+            "criterion must be a function of one member's (outputs, target), such as "
+            f"nn.CrossEntropyLoss() or torch.nn.functional.l1_loss, got {criterion!r}."
+        )
+    if scheduler is not None and not callable(scheduler):
+        raise TypeError(
+            "scheduler must be a function from the optimizer to a scheduler, such as "
+            "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10), got "
+            f"{type(scheduler).__name__}."
+        )
 
 
 def collect_options(callbacks: list[Callback]) -> Options:
