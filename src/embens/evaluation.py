@@ -226,6 +226,10 @@ def run_labelled(
 def match_shape(target: Tensor, mean: Tensor) -> Tensor:
     """Reshape the target to the shape of the mean if they differ in axes of length 1 only.
 
+    Args:
+        target: values ``(batch, …)``.
+        mean: mean output ``(batch, …)``.
+
     Raises:
         ValueError: if they differ in other axes.
     """

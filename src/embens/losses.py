@@ -35,7 +35,24 @@ def member_losses(
     of: Of = "members",
     members: int | None = None,
 ) -> Tensor:
-    """Return the losses of all members that have rows, ``(member,)``; see :func:`objective`."""
+    """Return the losses of all members that have rows; see :func:`embens.objective`.
+
+    Args:
+        outputs: outputs of an ensemble, ``(member, batch, …)``, or a dictionary or tuple of them;
+            ``(batch, …)`` if the batch was split.
+        target: passed to the criterion with each member's outputs.
+        criterion: a function of one member's ``(outputs, target)``; None: by the target.
+        batch: how the ensemble was called.
+        of: what the criterion is applied to.
+        members: number of members; required for a split batch.
+
+    Returns:
+        Losses ``(member,)``.
+
+    Example:
+        >>> member_losses(torch.tensor([[[1.0]], [[3.0]]]), torch.zeros(1))
+        tensor([1., 9.])
+    """
     length = _check_batch(outputs, batch, of, members)
     if criterion is None:
         outputs = logits_of(outputs)
@@ -118,7 +135,15 @@ def _losses_one_by_one(
 
 
 def logits_of(outputs: Any) -> Any:
-    """Return the ``"logits"`` of a model output of transformers; other outputs unchanged."""
+    """Return the ``"logits"`` of a model output of transformers; other outputs unchanged.
+
+    Args:
+        outputs: a tensor, or a nested container of tensors.
+
+    Example:
+        >>> logits_of({"logits": "tensor", "hidden_states": ()})
+        'tensor'
+    """
     if isinstance(outputs, Mapping) and "logits" in outputs:
         return outputs["logits"]
     return outputs
@@ -127,7 +152,21 @@ def logits_of(outputs: Any) -> Any:
 def default_criterion(
     outputs: Any, target: Any, batch: BatchKind = "same", of: Of = "members"
 ) -> Criterion:
-    """Return the criterion that suits a target; see :func:`objective`."""
+    """Return the criterion that suits a target; see :func:`embens.objective`.
+
+    Args:
+        outputs: outputs ``(member, batch, …)``; ``(batch, …)`` if the batch was split.
+        target: integer classes, rows of class probabilities, or values.
+        batch: how the ensemble was called.
+        of: what the criterion is applied to.
+
+    Raises:
+        TypeError: if the target is boolean or complex, or not a tensor.
+
+    Example:
+        >>> default_criterion(torch.zeros(3, 5, 2), torch.zeros(5, dtype=torch.int64)).__name__
+        'cross_entropy'
+    """
     if of == "moments":
         return gaussian_nll
     _check_tensors(outputs, target)
@@ -156,7 +195,15 @@ def _check_tensors(outputs: Any, target: Any) -> None:
 
 
 def ignored_label(criterion: Any) -> int | None:
-    """Return the label that a cross-entropy leaves out, or None for other criteria."""
+    """Return the label that a cross-entropy leaves out, or None for other criteria.
+
+    Args:
+        criterion: any criterion, also a ``functools.partial`` of one.
+
+    Example:
+        >>> ignored_label(nn.CrossEntropyLoss(ignore_index=0)), ignored_label(nn.MSELoss())
+        (0, None)
+    """
     options = getattr(criterion, "keywords", {})
     criterion = getattr(criterion, "func", criterion)
     if isinstance(criterion, nn.CrossEntropyLoss):

@@ -175,6 +175,14 @@ def gamma_for_coupling(members: int, coupling: float) -> float:
     r"""Return :math:`\gamma^* = M / (1 + (M-1) r)` for a coupling :math:`r`.
 
     With :math:`r < 0` the differences between members are faster than their mean, and bind instead.
+
+    Args:
+        members: number of members :math:`M`.
+        coupling: mean cosine :math:`r` of the gradients of two members.
+
+    Example:
+        >>> gamma_for_coupling(8, 0.0), gamma_for_coupling(8, 1.0)
+        (8.0, 1.0)
     """
     return members / max(1 + (members - 1) * coupling, 1 - coupling)
 
@@ -184,6 +192,9 @@ def natural_gamma(spec: "EnsembleSpec") -> float:
 
     In a subset with repeated members, the coupling is the mean over pairs, with 1 for a pair of
     equal members.
+
+    Args:
+        spec: of the ensemble; the coupling is the product of the overlaps of its laws.
     """
     coupling = spec.overlap
     pairs = spec.members * (spec.members - 1)
@@ -194,7 +205,17 @@ def natural_gamma(spec: "EnsembleSpec") -> float:
 
 
 def gradient_factor(gamma: Gamma, members: int, natural: float) -> float:
-    r"""Return :math:`\gamma(M)/M` for a number, a function of M, or None (the natural value)."""
+    r"""Return :math:`\gamma(M)/M`.
+
+    Args:
+        gamma: a number, a function of M, or None for the natural value.
+        members: number of members :math:`M`.
+        natural: the natural gamma.
+
+    Example:
+        >>> gradient_factor(2.0, members=8, natural=8.0), gradient_factor(None, 8, 8.0)
+        (0.25, 1.0)
+    """
     value: Any = gamma
     if gamma is None:
         value = natural
@@ -226,7 +247,18 @@ class OptimizerKind:
 
 
 def kind_of_optimizer(optimizer: MakeOptimizer) -> OptimizerKind:
-    """Return the kind of an optimizer; unknown ones are tried on a small parameter."""
+    """Return the kind of an optimizer; unknown ones are tried on a small parameter.
+
+    Args:
+        optimizer: a class, or a function from parameter groups to an optimizer.
+
+    Raises:
+        TypeError: if it is neither, or its steps need a closure.
+
+    Example:
+        >>> kind_of_optimizer(torch.optim.AdamW)
+        OptimizerKind(scale_free=True, decoupled=True)
+    """
     made = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
     if made is torch.optim.SGD:
         return OptimizerKind(False, False)
@@ -283,7 +315,13 @@ class SharedFactors:
 
 
 def shared_factors(spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer) -> SharedFactors:
-    """Return the factors of learning rate and weight decay of the shared parameters."""
+    """Return the factors of learning rate and weight decay of the shared parameters.
+
+    Args:
+        spec: of the ensemble.
+        gamma: a number, a function of M, or None for the natural value.
+        optimizer: the class, or the function from groups to an optimizer, they are for.
+    """
     natural = natural_gamma(spec)
     factor = gradient_factor(gamma, spec.members, natural)
     if factor == 0:

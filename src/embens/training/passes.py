@@ -297,7 +297,15 @@ def _are_classes(outputs: Tensor, target: Tensor, batch: BatchKind) -> bool:
 
 
 def refuse_gaps(name: str, gaps: str, loss: Tensor) -> None:
-    """Raise ValueError if data have non-finite values and the loss is not finite either."""
+    """Raise ValueError if data have non-finite values and the loss is not finite either.
+
+    Networks and criteria may handle missing values, which are then no error.
+
+    Args:
+        name: of the data, for the error message.
+        gaps: description of the non-finite values; "" if there are none.
+        loss: the sum of the members' losses.
+    """
     if gaps and not loss.isfinite():
         raise ValueError(
             f"{name}: {gaps}, and the loss is {float(loss)} there. Leave these rows out, or fill "

@@ -52,7 +52,14 @@ def check_functions(criterion: Any, scheduler: Any) -> None:
 
 
 def collect_options(callbacks: list[Callback]) -> Options:
-    """Return the options that callbacks set."""
+    """Return the options that callbacks set.
+
+    Args:
+        callbacks: of the run, in the order of the user.
+
+    Raises:
+        ValueError: if two options exclude one another.
+    """
     options = Options()
     for callback in callbacks:
         callback.setup(options)
@@ -102,7 +109,14 @@ def _reading_options(ensemble: EmbeddedEnsemble) -> dict[str, Any]:
 def cache_features(
     ensemble: EmbeddedEnsemble, train: Any, validation: Any, batch_size: int
 ) -> tuple[EmbeddedEnsemble, Any, Any]:
-    """Return the last layers of an ensemble, and the data with features in place of inputs."""
+    """Return the last layers of an ensemble, and the data with features in place of inputs.
+
+    Args:
+        ensemble: an ensemble whose members share all but their last layers.
+        train: training data, as for :func:`embens.fit`.
+        validation: validation data, or None.
+        batch_size: rows per batch of the pass that computes the features.
+    """
     heads, layer = separate_heads(ensemble)
     reading = _reading_options(ensemble)
     source = batches_of(train, batch_size, seed=None, **reading)
@@ -116,7 +130,14 @@ def cache_features(
 def make_optimizer(
     ensemble: EmbeddedEnsemble, optimizer: MakeOptimizer | Optimizer | None, lr: float, gamma: Gamma
 ) -> Optimizer:
-    """Return the user's optimizer, or make one of the ensemble's parameter groups."""
+    """Return the user's optimizer, or make one of the ensemble's parameter groups.
+
+    Args:
+        ensemble: the ensemble that is trained.
+        optimizer: an optimizer, a function from groups to one, or None for SGD with momentum.
+        lr: learning rate; the default if the optimizer has its rates already.
+        gamma: gradient scale; None if the optimizer has its rates already.
+    """
     if isinstance(optimizer, Optimizer):
         if lr != DEFAULT_LR or gamma is not None:
             raise ValueError(
@@ -172,7 +193,12 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def order_callbacks(callbacks: list[Callback], rank: int) -> list[Callback]:
-    """Return the callbacks of this process; checkpoints last, to save what the others have done."""
+    """Return the callbacks of this process; checkpoints last, to save what the others have done.
+
+    Args:
+        callbacks: of the run.
+        rank: of this process; callbacks that only watch exist in the first one.
+    """
     if rank > 0:
         callbacks = [callback for callback in callbacks if callback.changes_training]
     return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
