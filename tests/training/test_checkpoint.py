@@ -527,3 +527,16 @@ def test_an_extended_run_with_a_constant_rate_equals_one_long_run(tmp_path):
 
 def constant_rate(optimizer):
     return optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+
+
+def test_a_run_whose_rates_drift_from_gamma_continues(tmp_path):
+    def make_scheduler(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4, eta_min=0.05)
+
+    arguments = {"lr": 0.1, "scheduler": make_scheduler, "callbacks": [Checkpoint(tmp_path)]}
+    with pytest.warns(UserWarning, match="so gamma changes"):
+        fit(problem.ensemble(p=0.9), problem.data(), epochs=4, **arguments)
+    ensemble = problem.ensemble(p=0.9)
+    # A checkpoint that is refused is a warning, and warnings are errors here.
+    history = fit(ensemble, problem.data(), epochs=4, **arguments)
+    assert len(history.epochs) == 4
