@@ -106,6 +106,9 @@ class State:
         flat: True if an ``nn.Flatten`` turned pixels into features.
         features_last: True if pixels are tokens, ``(n, token, feature)``; False for images,
             ``(n, channel, pixel…)``.
+        heads: Number of heads of attention that units are split into; 0 without an axis of heads.
+        heads_first: True for ``(n, head, token, feature)``, False for
+            ``(n, token, head, feature)``.
         centred: True if units have mean 0.
         mixed: True if units of two members are a mixture of Gaussians, as sums of streams with
             random signs are.
@@ -129,6 +132,8 @@ class State:
     inputs: tuple[Tensor, Tensor] | None = None
     flat: bool = False
     features_last: bool = False
+    heads: int = 0
+    heads_first: bool = False
     centred: bool = False
     mixed: bool = False
     trained_scale: float = 0.0

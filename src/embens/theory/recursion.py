@@ -84,6 +84,12 @@ def unknown(module: nn.Module, path: str) -> TypeError:
     if isinstance(module, _NORMS):
         reason = "norm layers over the batch or neighbours have no rule"
         advice = f"Leave it out where the limit is wanted, or {register}"
+    elif any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
+        reason = "its attention divides scores by the root of the width, so they stay random"
+        advice = (
+            "Write it with Linear layers and F.scaled_dot_product_attention(…, scale=1 / width), "
+            f"or {register}"
+        )
     elif any(True for _ in module.children()):
         reason = "its forward is custom code that cannot be traced, or a block of torch"
         advice = f"Write it with layers and activation modules, or {register}"
