@@ -283,6 +283,12 @@ class Limit:
                 f"the network ends in {describe(module, path)}; in the limit it must end in a "
                 f"Linear or a convolution, whose outputs are Gaussian. {MEASURE}"
             )
+        if state.low_rank is not None:
+            raise TypeError(
+                f"the last layer {describe(module, path)} has multiplicative low-rank members. "
+                "Outputs are finitely many, so they are a mixture of Gaussians. Use sites= with "
+                f"the names of hidden layers. {MEASURE}"
+            )
         if state.layout is None:
             return state
         if any(size != 1 for size in state.pixels):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from embens.laws import Law
+from embens.sites import LowRankSite
 from embens.theory.expectations import Dual
 from embens.theory.placement import SHARED, Modulation, Placement
 
@@ -102,6 +103,7 @@ class State:
         poolings: Number of poolings that are still to come.
         gaussian: True if units are Gaussian, as the input of an activation must be.
         pre: Pre-activation modulation that waits for the next activation.
+        low_rank: Low-rank matrices of members that wait for the next activation.
         inputs: The inputs themselves, before the first layer.
         flat: True if an ``nn.Flatten`` turned pixels into features.
         features_last: True if pixels are tokens, ``(n, token, feature)``; False for images,
@@ -129,6 +131,7 @@ class State:
     poolings: int = 0
     gaussian: bool = False
     pre: Modulation | None = None
+    low_rank: LowRankSite | None = None
     inputs: tuple[Tensor, Tensor] | None = None
     flat: bool = False
     features_last: bool = False
@@ -155,6 +158,13 @@ class State:
         r"""The kernel :math:`\Sigma_{aa}`."""
         assert self.same.nngp is not None
         return self.same.nngp
+
+    @property
+    def pending_moment(self) -> float:
+        """Mean square factor of units by the modulation or the matrices that wait."""
+        if self.low_rank is not None:
+            return 1 + self.low_rank.scale**2
+        return 1.0 if self.pre is None else self.pre.second_moment
 
     @property
     def crossed(self) -> Moments:
