@@ -127,7 +127,8 @@ def _train(module: nn.Module, state: State) -> State:
     if is_shifted and is_waiting:
         raise TypeError(
             f"{describe(module, state.path)} has a trainable bias after a modulation v or "
-            f"low-rank members, which has no rule. Use elementwise_affine=False or nn.RMSNorm. {MEASURE}"
+            "low-rank members, which has no rule. Use elementwise_affine=False or nn.RMSNorm. "
+            + MEASURE
         )
     if is_scaled and state.low_rank is not None:
         raise TypeError(
