@@ -167,20 +167,18 @@ class Encoder(nn.Module):
     def encode_numbers(self, numbers: Tensor) -> list[Tensor]:
         """Return scores, compressed numbers, bins and missing indicators, each ``(row, …)``."""
         missing = torch.isnan(numbers)
+        # In place, because most of the time of an encoder goes into these tensors of all bins. The
+        # bins of a constant column are padding, where ramps are 0.
+        ramps = (numbers.unsqueeze(-1) - self.left).mul_(self.inverse_width)
+        ramps = ramps.clamp_(self.low, self.high).nan_to_num_(0.0)
+        scores = self.first_score + (ramps * self.score_rise).sum(-1)
         # A constant column is ignored: its inputs are 0, as those of a missing number.
         ignored = missing | self.is_constant
-        filled = torch.where(ignored, 0.0, numbers)
-        ramps = (filled.unsqueeze(-1) - self.left) * self.inverse_width
-        ramps = torch.minimum(torch.maximum(ramps, self.low), self.high)
-        scores = self.first_score + (ramps * self.score_rise).sum(-1)
-        bounded = filled.clamp(-1e6, 1e6)  # its square is finite in float32
-        parts = [
-            torch.where(ignored, 0.0, scores),
-            bounded * torch.rsqrt(1 + (bounded / 3).square()),
-        ]
+        bounded = numbers.clamp(-1e6, 1e6)  # its square is finite in float32
+        compressed = bounded * torch.rsqrt(1 + (bounded / 3).square())
+        parts = [torch.where(ignored, 0.0, scores), torch.where(ignored, 0.0, compressed)]
         if self.bins:
-            bins = torch.where(ignored.unsqueeze(-1), 0.0, ramps).flatten(1)
-            parts.append(bins[:, self.bin_index])
+            parts.append(ramps.flatten(1).index_select(1, self.bin_index))
         if len(self.missing_index):
             parts.append(missing[:, self.missing_index].type_as(numbers))
         return parts
