@@ -10,6 +10,8 @@ from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
+import numpy as np
+
 from embens.laws import Law
 
 FAMILIES = ("batch_ensemble", "last_layer_dropout", "mc_dropout", "independent")
@@ -95,6 +97,7 @@ COUNTS = (
     "patience",
     "folds",
 )
+SWITCHES = ("own", "tune", "refit", "calibrate", "warm_start")
 RANGES = {
     "p": (-1, 1),
     "dropout": (0, 0.99),
@@ -127,6 +130,10 @@ def check_arguments(arguments: Arguments) -> None:
         if value not in choices:
             names = ", ".join(repr(choice) for choice in choices)
             raise ValueError(f"{name} must be one of {names}, got {value!r}.")
+    for name in SWITCHES:
+        value = getattr(arguments, name)
+        if not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False, got {value!r}.")
     for name in COUNTS:
         _check_number(arguments, name, Integral, 1, math.inf, "a positive integer")
     for name, (low, high) in RANGES.items():
