@@ -7,8 +7,7 @@ from tabular.problems import classes_of, classifier, mixed_table
 
 from embens import laws
 from embens.tabular import defaults
-from embens.tabular.defaults import Arguments, choose_sizes
-from embens.tabular.pipeline import size_candidates
+from embens.tabular.defaults import Arguments, choose_sizes, size_candidates
 
 
 def test_a_tiny_table_is_one_batch_without_dropout():

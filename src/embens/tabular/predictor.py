@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from embens import EmbeddedEnsemble
-from embens.tabular.perceptron import GroupedEnsemble
+from embens.tabular.groups import GroupedEnsemble
 
 
 class MergedMembers:
