@@ -10,7 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from reproduction.figures.compare import ONE, SEPARATE, SYSTEMS, WIDE
+from reproduction.figures.compare import (
+    FOUR_NETWORKS,
+    ONE,
+    SEPARATE,
+    SYSTEMS,
+    TWO_NETWORKS,
+    WIDE,
+)
 from reproduction.report.page import collect
 from reproduction.storage import write_atomically
 
@@ -215,7 +222,7 @@ def compare_section(table: list[list[str]]) -> str:
     budgets = sorted({budget for _, budget in cells})
     head = ["system", "parameters", *(f"{budget} ×" for budget in budgets)]
     lines = [COMPARE, table_row(*head), table_row(*["-"] * len(head))]
-    for system in SYSTEMS:
+    for system in (*SYSTEMS, TWO_NETWORKS, FOUR_NETWORKS):
         if system not in parameters:
             continue
         texts = [compared_text(cells.get((system, budget), [])) for budget in budgets]

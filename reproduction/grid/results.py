@@ -21,7 +21,14 @@ import torch
 
 from reproduction.claims import Judgement, judge, to_plain
 from reproduction.drawing import draw
-from reproduction.grid.cells import Cell, cells_of, describe, load_experiment, pooled_axes
+from reproduction.grid.cells import (
+    Cell,
+    cells_of,
+    describe,
+    load_experiment,
+    measured_by,
+    pooled_axes,
+)
 from reproduction.grid.keys import code_version, key_of, setting_to_json
 from reproduction.grid.published import borrowed_records, identity_of, published_records
 from reproduction.grid.runs import Record
@@ -161,7 +168,7 @@ def make_table(results: Results, name: str, setting: Setting) -> Frame:
 
 
 def current_records(results: Results, name: str, setting: Setting) -> list[Record]:
-    """Return the records of the present code and setting, those of the baselines last.
+    """Return the records of the present code and setting, those of other modules' cells last.
 
     Args:
         results: Results of the experiment.
@@ -173,22 +180,18 @@ def current_records(results: Results, name: str, setting: Setting) -> list[Recor
     """
     settings = {cell.setting for cell in cells_of(name, setting, [0])}
     wanted_settings = [setting_to_json(each) for each in settings]
-    experiment_records, baseline_records = [], []
-    for record in results.records.values():
-        if not {"cell", "seconds"} <= record.keys():
-            continue
-        if record["cell"]["setting"] not in wanted_settings:
-            continue
-        if record.get("code") == code_version(name):
-            experiment_records.append(record)
-        elif record.get("code") == code_version("baselines"):
-            baseline_records.append(record)
-    return experiment_records + baseline_records
+    records = []
+    for measuring in measured_by(name):
+        for record in results.records.values():
+            is_complete = {"cell", "seconds"} <= record.keys()
+            if is_complete and record.get("code") == code_version(measuring):
+                records.append(record)
+    return [record for record in records if record["cell"]["setting"] in wanted_settings]
 
 
 def count_outdated(results: Results, name: str) -> int:
     """Return the number of results of other code, or of other versions of embens or torch."""
-    current = {code_version(name), code_version("baselines")}
+    current = {code_version(measuring) for measuring in measured_by(name)}
     return sum(record.get("code") not in current for record in results.records.values())
 
 

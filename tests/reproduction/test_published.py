@@ -70,6 +70,20 @@ def test_the_verdicts_follow_from_the_table(folder):
             assert ours[end] == expected, ours["statement"]
 
 
+def test_equal_systems_of_compare_have_equal_results():
+    # At a budget of M, M networks are separate networks. They are measured by different sessions.
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_csv(FOLDER / "compare" / "cpu" / "table.csv")
+    table = table.drop(columns=["training_seconds", "inference_seconds", "seconds"])
+    by_cell = table.set_index(["system", "budget", "seed"])
+    for system, budget in (("two networks", 2), ("four networks", 4)):
+        for seed in sorted(set(table["seed"])):
+            cells = [(system, budget, seed), ("separate networks", budget, seed)]
+            if all(cell in by_cell.index for cell in cells):
+                few, many = (by_cell.loc[cell] for cell in cells)
+                pandas.testing.assert_series_equal(few, many, check_names=False, rtol=1e-5)
+
+
 @pytest.mark.parametrize("folder", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_figure_is_that_of_the_table(folder):
     pandas = pytest.importorskip("pandas")
