@@ -299,9 +299,7 @@ def titles_of_law(rows: Rows, law: str) -> dict[str, str]:
     def members() -> str:
         low = 100 * several(p=0.0).slope("members", "member_accuracy")
         high = 100 * several(p=0.9).slope("members", "member_accuracy")
-        return (
-            f"{name}: per doubling of M, members change by {low:+.1f} % (p=0), {high:+.1f} % (.9)"
-        )
+        return f"{name}: members {low:+.1f} % (p=0), {high:+.1f} % (.9) per doubling of M"
 
     def train_accuracy() -> str:
         low = 100 * several(p=0.0).slope("members", MEMBER_TRAIN)
@@ -342,7 +340,9 @@ def plot(table: Frame) -> Figure:
                 by_shift(unscaled, y="member_accuracy", label="γ=1, p={}", style="dash")
             )
         drawn += against_members
-    return Figure([*drawn, shift_panel(table)])
+    # The panels of three rows: the first law, the transition, the second law.
+    drawn.insert(4, shift_panel(table))
+    return Figure(drawn)
 
 
 def shift_panel(table: Frame) -> Panel:

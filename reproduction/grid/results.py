@@ -8,6 +8,7 @@ the present code and setting; other results stay in the folder but not in the ta
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import subprocess
@@ -19,8 +20,8 @@ from typing import Any
 
 import torch
 
+from reproduction.canvas import draw
 from reproduction.claims import Judgement, judge, to_plain
-from reproduction.drawing import draw
 from reproduction.grid.cells import (
     Cell,
     cells_of,
@@ -254,6 +255,7 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
     experiment = load_experiment(manifest["experiment"])
     description = describe(experiment.__doc__)
     judgements = judge(experiment.CLAIMS, table, pooled_axes(manifest["experiment"]))
+    table.attrs["guessing"] = math.log(count_classes(manifest["setting"]))
     title = description["title"]
     if manifest["preset"] in _NOTES:
         title += f" ({_NOTES[manifest['preset']]})"
@@ -271,6 +273,13 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
         pictures["summary.png"] = partial(draw, experiment.summary(table))
     write_together(folder, {**texts, **pictures})
     return judgements
+
+
+def count_classes(setting: dict[str, Any]) -> int:
+    """Return the number of classes of a setting in a manifest."""
+    if setting["data"] == "digits":
+        return 10
+    return 20 if setting["labels"] == "coarse" else 100
 
 
 def origin() -> dict[str, Any]:
