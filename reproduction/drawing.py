@@ -8,7 +8,7 @@ below the panels explains all of them. Markers differ as well, for readers who s
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reproduction.rows import Frame, MissingCellsError
@@ -205,6 +205,27 @@ def panels(
             Panel(title, x_label, label_of(column), column_curves, x_log, y_log, column_marks)
         )
     return drawn
+
+
+def complete(figure: Figure) -> Figure:
+    """Return a figure without empty panels, in which every curve against M that ends early says so.
+
+    Tables of unfinished runs lack cells.
+    """
+    return replace(figure, panels=[_with_ends(panel) for panel in figure.panels if panel.curves])
+
+
+def _with_ends(panel: Panel) -> Panel:
+    if not panel.x_label.endswith(" M"):
+        return panel
+    last = max(curve.x[-1] for curve in panel.curves)
+    drawn = []
+    for curve in panel.curves:
+        is_short = curve.style != "points" and curve.x[-1] < last
+        drawn.append(
+            replace(curve, ends=curve.ends or "no larger M was run") if is_short else curve
+        )
+    return replace(panel, curves=drawn)
 
 
 def guessing(table: Frame) -> list[Mark]:

@@ -142,7 +142,8 @@ def plot(table: Frame) -> Figure:
     """Return the paper's three panels, and the same for test accuracy."""
     colours = shades(table["members"])
     narrow, wide = table["width"].min(), table["width"].max()
-    schemes = (("1", narrow), ("M", narrow), ("M", wide))
+    # An unfinished run can have one width only.
+    schemes = dict.fromkeys([("1", narrow), ("M", narrow), ("M", wide)])
     drawn = []
     for column, y_log in (("loss", 10), ("member_accuracy", 0)):
         for gamma, width in schemes:

@@ -55,7 +55,10 @@ def advantage_at_equal_size(rows: Rows) -> float:
     """
     import numpy
 
-    groups = baseline_rows(rows).frame.groupby(["width", "members"])
+    separate = baseline_rows(rows).frame
+    if not len(separate):
+        raise MissingCellsError("cells of the baselines")
+    groups = separate.groupby(["width", "members"])
     means = groups[["parameters", "accuracy"]].mean().sort_values("parameters", kind="stable")
     best_so_far = means["accuracy"].cummax().shift(fill_value=-math.inf)
     envelope = means[means["accuracy"] > best_so_far]

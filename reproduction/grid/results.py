@@ -16,12 +16,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from reproduction.canvas import draw
 from reproduction.claims import Judgement, judge, to_plain
+from reproduction.drawing import Figure, complete
 from reproduction.grid.cells import (
     Cell,
     cells_of,
@@ -34,7 +36,7 @@ from reproduction.grid.keys import code_version, key_of, setting_to_json
 from reproduction.grid.published import borrowed_records, identity_of, published_records
 from reproduction.grid.runs import Record
 from reproduction.grid.settings import Setting
-from reproduction.rows import Frame
+from reproduction.rows import Frame, MissingCellsError
 from reproduction.storage import checksum, finish_writing, newest, seal, unseal, write_together
 
 EARLIER = "earlier"
@@ -259,7 +261,7 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
     title = description["title"]
     if manifest["preset"] in _NOTES:
         title += f" ({_NOTES[manifest['preset']]})"
-    figure = dataclasses.replace(experiment.plot(table), title=title)
+    figure = dataclasses.replace(make_figure(experiment, table), title=title)
     texts = {
         "table.csv": csv,
         "claims.json": json.dumps([judgement.to_dict() for judgement in judgements], indent=1),
@@ -273,6 +275,14 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
         pictures["summary.png"] = partial(draw, experiment.summary(table))
     write_together(folder, {**texts, **pictures})
     return judgements
+
+
+def make_figure(experiment: ModuleType, table: Frame) -> Figure:
+    """Return the figure of a table; it has no panels if an unfinished run lacks their cells."""
+    try:
+        return complete(experiment.plot(table))
+    except MissingCellsError:
+        return Figure([])
 
 
 def count_classes(setting: dict[str, Any]) -> int:

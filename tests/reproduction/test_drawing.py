@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 from reproduction.claims import to_plain
-from reproduction.drawing import Curve, Figure, Mark, Panel, curves, guessing, shades
+from reproduction.drawing import Curve, Figure, Mark, Panel, complete, curves, guessing, shades
 
 
 def test_a_point_is_a_mean_over_seeds_with_its_standard_error():
@@ -64,3 +64,20 @@ def test_guessing_is_a_reference_of_tables_that_know_it():
     assert guessing(table) == []
     table.attrs["guessing"] = math.log(20)
     assert guessing(table) == [Mark("guessing", y=math.log(20))]
+
+
+def test_figures_of_unfinished_runs_have_no_empty_panels_and_say_where_curves_end():
+    whole, short = Curve("a", [1.0, 2.0, 4.0], [0.0] * 3), Curve("b", [1.0, 2.0], [0.0] * 2)
+    points = Curve("c", [1.0], [0.0], style="points")
+    diverged = Curve("d", [1.0], [0.0], ends="diverged")
+    drawn = [whole, short, points, diverged]
+    empty = Panel("empty", "members M", "y", [])
+    figure = Figure([empty, Panel("t", "members M", "y", drawn), Panel("t", "epoch", "y", drawn)])
+    against_members, against_epochs = complete(figure).panels
+    assert [curve.ends for curve in against_members.curves] == [
+        "",
+        "no larger M was run",
+        "",
+        "diverged",
+    ]
+    assert against_epochs.curves == drawn
