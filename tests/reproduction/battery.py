@@ -26,6 +26,7 @@ from reproduction.claims import FAILS, HOLDS, UNDECIDED, judge
 from reproduction.drawing import Figure
 from reproduction.grid.cells import cells_of, cost_of, load_experiment, pooled_axes
 from reproduction.grid.keys import key_of
+from reproduction.grid.results import make_figure
 from reproduction.grid.runs import measure
 from reproduction.grid.settings import PRESETS, with_fingerprint
 
@@ -42,6 +43,28 @@ def table(name, rows, kind, seeds=6):
             rows_of_cell = [rows_of_cell]
         made += [{**cell.values, **row} for row in rows_of_cell]
     return pandas.DataFrame(made)
+
+
+UNFINISHED = (
+    "first half",
+    pytest.param("ends", marks=pytest.mark.long),
+    pytest.param("one member", marks=pytest.mark.long),
+    pytest.param("no baselines", marks=pytest.mark.long),
+)
+
+
+def unfinished(table, part):
+    """Return what a stopped run may have left of a table with two seeds."""
+    if part == "first half":
+        table = table.head(len(table) // 2)
+    elif part == "ends" and "members" in table:
+        # The largest cells run first: the second seed lacks the small ones.
+        table = table[(table["seed"] == 0) | (table["members"] > 2)]
+    elif part == "one member" and "members" in table:
+        table = table[table["members"] == table["members"].min()]
+    elif part == "no baselines" and "networks" in table:
+        table = table[table["networks"].isna()]
+    return table.reset_index(drop=True)
 
 
 def baseline_rows(cell, true, noise):
@@ -193,6 +216,18 @@ class Battery:
         assert all(len(c.x) == len(c.y) for panel in figure.panels for c in panel.curves)
         check_figure(figure)
         check_layout(make_canvas(figure))
+
+    @pytest.mark.parametrize("part", UNFINISHED)
+    def test_an_unfinished_table_is_judged_and_drawn(self, part, monkeypatch):
+        monkeypatch.setattr(claims, "BOOTSTRAP_SAMPLES", 2)
+        whole = table(self.name, self.rows, "true", 2)
+        made = unfinished(whole, part)
+        if len(made) == len(whole):
+            pytest.skip("the table has no such cells")
+        experiment = load_experiment(self.name)
+        for claim in judge(experiment.CLAIMS, made, pooled_axes(self.name)):
+            assert claim.note or not math.isnan(claim.low), claim
+        check_figure(make_figure(experiment, made))
 
     def test_every_preset_has_a_sweep_of_distinct_cells_with_several_seeds(self):
         for setting in PRESETS.values():
