@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def means(self) -> Tensor:
-        """Point predictions of the members: the outputs without log-variances."""
+        """Point predictions of the members, which are the outputs without log-variances."""
         outputs = self._outputs("means", *get_args(Task))
         if self.task == "gaussian":
             return outputs[..., 0]
@@ -129,12 +129,12 @@ class Prediction:
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of the mean probability ``(batch,)``, in nats: the total uncertainty."""
+        """Total uncertainty in nats ``(batch,)``, the entropy of the mean probability."""
         return metrics.predictive_entropy(self._outputs("entropy", "classification"))
 
     @property
     def mutual_information(self) -> Tensor:
-        """Mutual information of class and member ``(batch,)``, in nats: the epistemic part."""
+        """Mutual information of class and member in nats ``(batch,)``, the epistemic part."""
         return metrics.mutual_information(self._outputs("mutual_information", "classification"))
 
     # --- Regression
@@ -364,7 +364,7 @@ class Prediction:
     ) -> None:
         """Plot accuracy against confidence, and the number of samples at each confidence.
 
-        A calibrated ensemble is on the diagonal.
+        A calibrated ensemble is on the diagonal. Error bars are standard errors.
 
         Args:
             target: class indices ``(batch,)``.
@@ -376,25 +376,44 @@ class Prediction:
         if before is not None:
             curves = {"before": before, "after": self}
         labels = {"xlabel": "confidence", "ylabel": "accuracy", "xlim": (0, 1), "ylim": (0, 1)}
-        with uncertainty.picture(path, title="Reliability (bars: samples)", **labels) as axes:
+        with uncertainty.picture(path, **labels) as axes:
             count_axes = axes.twinx()
-            count_axes.set_ylabel("samples in a bin")
+            count_axes.set_ylabel("samples in a bin (bars)")
             # Curves are drawn above the bars.
             axes.set_zorder(count_axes.get_zorder() + 1)
             axes.patch.set_visible(False)
             axes.plot([0, 1], [0, 1], "k:")
+            largest_bin = 1.0
             for row, (name, prediction) in enumerate(curves.items()):
                 outputs = prediction._outputs("plot_reliability", "classification")
                 target = prediction._check_target(target)
                 diagram = metrics.reliability(outputs, target, bins=10)
                 error = metrics.expected_calibration_error(outputs, target)
                 label = f"{name}: calibration error {error:.3f}"
-                confidence, accuracy = diagram.confidence.tolist(), diagram.accuracy.tolist()
-                axes.plot(confidence, accuracy, "o-", color=f"C{row}", label=label)
+                confidence, accuracy, samples = (
+                    diagram.confidence,
+                    diagram.accuracy,
+                    diagram.samples,
+                )
+                # One more hit and one more miss, so that bins with few samples have an error.
+                rate = (accuracy * samples + 1) / (samples + 2)
+                standard_error = (rate * (1 - rate) / (samples + 2)).sqrt()
+                line = {"fmt": "o-", "color": f"C{row}", "capsize": 2, "elinewidth": 0.8}
+                axes.errorbar(
+                    confidence.tolist(),
+                    accuracy.tolist(),
+                    standard_error.tolist(),
+                    label=label,
+                    **line,
+                )
                 width = 0.09 / len(curves)
                 edges = [k / 10 + 0.005 + width * row for k in range(10)]
                 bars = {"align": "edge", "color": f"C{row}", "alpha": 0.25}
-                count_axes.bar(edges, diagram.samples.tolist(), width, **bars)
+                count_axes.bar(edges, samples.tolist(), width, **bars)
+                largest_bin = max(largest_bin, float(samples.max()))
+            # Bars stay in the lower half, below most of the curves.
+            count_axes.set_ylim(0, 2 * largest_bin)
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
     # --- Checks
 

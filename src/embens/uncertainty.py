@@ -156,7 +156,7 @@ def picture(path: File, **labels: Any) -> Iterator[Any]:
     yield axes
     axes.set(**labels)
     handles, _ = axes.get_legend_handles_labels()
-    if handles:
+    if handles and axes.get_legend() is None:
         axes.legend()
     content = io.BytesIO()
     figure.savefig(content, dpi=100, format=path.suffix[1:])
@@ -299,7 +299,7 @@ class ConformalSets:
         """
         classes = self.sets.shape[1]
         shares = self.sizes.bincount(minlength=classes + 1) / len(self.sets)
-        title = f"{self.coverage:.0%} of sets contain the true class"
+        title = f"Sets for a coverage of {self.coverage:.0%}"
         labels = {"xlabel": "classes in the set", "ylabel": "fraction of rows", "title": title}
         with picture(path, **labels) as axes:
             axes.bar(range(len(shares)), shares.tolist())
