@@ -12,9 +12,14 @@ LINKED = sorted({target.partition("#")[0] for target in links(README) if ".md" i
 
 
 @pytest.mark.filterwarnings("ignore:Only .* held-out rows calibrate")
-def test_every_block_runs_in_order(tmp_path, monkeypatch):
+def test_every_block_runs_in_order_and_prints_what_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = run(README)
+    printed = capsys.readouterr().out
+    shown = "".join(re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL))
+    # Digits depend on the machine and on the random state.
+    digits = re.compile(r"\d+(\.\d+)?")
+    assert digits.sub("#", shown) == digits.sub("#", printed)
     assert names["outputs"].shape == (4, 100, 10)
     assert names["scores"]["accuracy"] > 0.9
     assert 0.8 < names["inside"].mean() <= 1
