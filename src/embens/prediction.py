@@ -85,7 +85,7 @@ class Prediction:
 
     @property
     def means(self) -> Tensor:
-        """Point predictions of the members: the outputs without log-variances."""
+        """Point predictions of the members, which are the outputs without log-variances."""
         outputs = self._outputs("means", *get_args(Task))
         if self.task == "gaussian":
             return outputs[..., 0]
@@ -137,12 +137,12 @@ class Prediction:
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of the mean probability ``(batch,)``, in nats: the total uncertainty."""
+        """Total uncertainty in nats ``(batch,)``, the entropy of the mean probability."""
         return metrics.predictive_entropy(self._outputs("entropy", "classification"))
 
     @property
     def mutual_information(self) -> Tensor:
-        """Mutual information of class and member ``(batch,)``, in nats: the epistemic part."""
+        """Mutual information of class and member in nats ``(batch,)``, the epistemic part."""
         return metrics.mutual_information(self._outputs("mutual_information", "classification"))
 
     # --- Regression
@@ -362,7 +362,7 @@ class Prediction:
     ) -> None:
         """Plot accuracy against confidence, and the number of samples at each confidence.
 
-        A calibrated ensemble is on the diagonal.
+        A calibrated ensemble is on the diagonal. Error bars are standard errors.
 
         Args:
             target: class indices ``(batch,)``.

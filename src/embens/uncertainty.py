@@ -156,7 +156,7 @@ def picture(path: File, **labels: Any) -> Iterator[Any]:
     yield axes
     axes.set(**labels)
     handles, _ = axes.get_legend_handles_labels()
-    if handles:
+    if handles and axes.get_legend() is None:
         axes.legend()
     content = io.BytesIO()
     figure.savefig(content, dpi=100, format=path.suffix[1:])
@@ -299,7 +299,7 @@ class ConformalSets:
         """
         classes = self.sets.shape[1]
         shares = self.sizes.bincount(minlength=classes + 1) / len(self.sets)
-        title = f"{self.coverage:.0%} of sets contain the true class"
+        title = f"Sets for a coverage of {self.coverage:.0%}"
         labels = {"xlabel": "classes in the set", "ylabel": "fraction of rows", "title": title}
         with picture(path, **labels) as axes:
             axes.bar(range(len(shares)), shares.tolist())
@@ -405,18 +405,41 @@ def plot_reliability(diagrams: dict[str, metrics.Reliability], path: File) -> No
         path: file to write.
     """
     labels = {"xlabel": "confidence", "ylabel": "accuracy", "xlim": (0, 1), "ylim": (0, 1)}
-    with picture(path, title="Reliability (bars: samples)", **labels) as axes:
+    with picture(path, **labels) as axes:
         count_axes = axes.twinx()
-        count_axes.set_ylabel("samples in a bin")
+        count_axes.set_ylabel("samples in a bin (bars)")
         # Curves are drawn above the bars.
         axes.set_zorder(count_axes.get_zorder() + 1)
         axes.patch.set_visible(False)
         axes.plot([0, 1], [0, 1], "k:")
+        largest_bin = 1.0
         for row, (label, diagram) in enumerate(diagrams.items()):
             confidence, accuracy = diagram.confidence.tolist(), diagram.accuracy.tolist()
-            axes.plot(confidence, accuracy, "o-", color=f"C{row}", label=label)
+            axes.errorbar(
+                confidence,
+                accuracy,
+                _standard_error(diagram).tolist(),
+                label=label,
+                fmt="o-",
+                color=f"C{row}",
+                capsize=2,
+                elinewidth=0.8,
+            )
             bins = len(confidence)
             width = 0.9 / bins / len(diagrams)  # a tenth of each bin separates it from the next
             edges = [k / bins + 0.05 / bins + width * row for k in range(bins)]
             bars = {"align": "edge", "color": f"C{row}", "alpha": 0.25}
             count_axes.bar(edges, diagram.samples.tolist(), width, **bars)
+            largest_bin = max(largest_bin, float(diagram.samples.max()))
+        # Bars stay in the lower half, below most of the curves.
+        count_axes.set_ylim(0, 2 * largest_bin)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+
+
+def _standard_error(diagram: metrics.Reliability) -> Tensor:
+    """Return the standard error of the accuracy in each bin.
+
+    One more hit and one more miss are counted, so that bins with few samples have an error.
+    """
+    rate = (diagram.accuracy * diagram.samples + 1) / (diagram.samples + 2)
+    return (rate * (1 - rate) / (diagram.samples + 2)).sqrt()

@@ -753,9 +753,9 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def executor(self) -> str:
-        """How members run: "folded", or "merged: …" with the reason.
+        """Executor of the members, "folded" or "merged", and the reason if it is merged.
 
-        Before the first call this is judged for an input with two axes.
+        Before the first call it is determined for an input with two axes.
         """
         if self.call_reason:
             return f"merged: {self.call_reason}"

@@ -239,7 +239,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
     @property
     def head_(self) -> Any:
-        """The head: representation of the target, temperature and conformal scores."""
+        """Representation of the target, temperature and conformal scores."""
         return self._get_fitted().head
 
     @property
@@ -249,7 +249,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
     @property
     def held_out_(self) -> dict[str, Any] | None:
-        """Losses on the validation rows: of the "ensemble", the "members" and a "constant"."""
+        """Losses on the validation rows of the "ensemble", the "members" and a "constant"."""
         return self._get_fitted().held_out
 
     @property
@@ -264,7 +264,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
     @property
     def members_(self) -> pandas.DataFrame:
-        """Losses of each member: in the best epoch of training and on the validation rows."""
+        """Losses of each member in the best epoch of training and on the validation rows."""
         best_epoch = self.run_.best_epoch or len(self.run_.epochs)
         members = range(self.ensemble_.members)
         trained: Any = members
