@@ -10,8 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import deque
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +156,49 @@ def test_an_optimizer_of_the_user_resumes_bit_for_bit(tmp_path):
     problem.assert_equal(run("interrupted"), whole)
     with pytest.raises(ValueError, match="is of a different run: optimizer was"):
         run("interrupted", modulation_lr=0.2)
+
+
+class Remembering(nn.Module):
+    """Keeps a counter and its last activations in attributes, and reads them in the next pass."""
+
+    def __init__(self, past: Any = None):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+        self.calls, self.result, self.past = 0, None, past
+
+    def forward(self, x):
+        h = torch.relu(self.first(x))
+        self.calls += 1
+        if self.past is not None:
+            self.past.append(self.calls)
+            h = h + len(self.past)
+        if self.result is not None:
+            h = h + self.result
+        self.result = h.detach().mean(0)
+        return self.last(h) * (1 + 1 / self.calls)
+
+
+def remembering(folder, *callbacks, past=None):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    ensemble = embens.batch_ensemble(Remembering(past), 3, generator=generator)
+    fit(ensemble, problem.data(), **SETTINGS, callbacks=[Checkpoint(folder, 2), *callbacks])
+    return ensemble
+
+
+def test_state_in_attributes_of_the_reference_resumes_bit_for_bit(tmp_path):
+    whole = remembering(tmp_path / "whole")
+    with pytest.raises(Stop):
+        remembering(tmp_path / "interrupted", Interrupt(7))
+    again = remembering(tmp_path / "interrupted")
+    problem.assert_equal(problem.weights(again), problem.weights(whole))
+    x, _ = problem.data(20, 9)
+    assert torch.equal(again(x), whole(x))
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match=r"keeps 'past' \(deque\), which a file cannot hold"):
+        remembering(tmp_path, past=deque(maxlen=3))
 
 
 def test_schedulers_by_step_resume_bit_for_bit(tmp_path):
