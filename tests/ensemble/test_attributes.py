@@ -9,10 +9,10 @@ from torch import nn
 
 import embens
 from embens.ensemble.attributes import (
+    attribute_names,
     check_attributes,
     read_attributes,
     restore_attributes,
-    unwritable,
 )
 from embens.files import Refused
 
@@ -51,7 +51,8 @@ def test_attributes_that_the_code_reads_are_returned_without_graphs():
     assert [sorted(member[""]) for member in attributes] == 3 * [["calls", "result"]]
     assert [member[""]["calls"] for member in attributes] == [2, 2, 2]
     assert not any(member[""]["result"].requires_grad for member in attributes)
-    assert unwritable(attributes) == []
+    assert attribute_names(attributes) == ["'calls' (int)", "'result' (Tensor)"]
+    assert attribute_names(attributes, unwritable=True) == []
 
 
 def test_members_without_changed_attributes_have_nothing_to_save():
@@ -76,7 +77,12 @@ def test_an_ensemble_with_restored_attributes_gives_the_same_outputs(is_called_f
 
 def test_values_that_a_file_cannot_hold_are_named():
     attributes = [{"": {"past": deque([1]), "calls": 1, "table": {"a": [1.0, (None, "b")]}}}]
-    assert unwritable(attributes) == ["'past' (deque)"]
+    assert attribute_names(attributes, unwritable=True) == ["'past' (deque)"]
+
+
+def test_an_ensemble_is_saved_without_attributes_and_warns(tmp_path):
+    with pytest.warns(UserWarning, match=r"will not hold 'calls' \(int\), 'result' \(Tensor\)"):
+        trained().save(tmp_path / "ensemble.safetensors")
 
 
 FORGED = {

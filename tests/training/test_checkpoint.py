@@ -330,6 +330,26 @@ def test_a_damaged_file_is_refused_and_the_one_before_is_used(damage, tmp_path):
     problem.assert_equal(problem.weights(again), uninterrupted())
 
 
+def test_a_refused_file_is_set_aside_and_not_overwritten(tmp_path):
+    notes = tmp_path / "step-0000000003.safetensors"
+    notes.write_text("notes of the user")
+    with pytest.warns(UserWarning, match="checkpoint refused"):
+        fit(make(), problem.data(), **SETTINGS, callbacks=[Checkpoint(tmp_path, every=3)])
+    aside = tmp_path / "step-0000000003.safetensors.refused-1"
+    assert aside.read_text() == "notes of the user"
+
+
+def test_folders_and_broken_links_with_names_of_checkpoints_are_not_read(tmp_path):
+    folder, link = (tmp_path / f"step-000000009{digit}.safetensors" for digit in (8, 9))
+    folder.mkdir()
+    link.symlink_to(tmp_path / "nowhere")
+    ensemble = make()
+    fit(ensemble, problem.data(), **SETTINGS, callbacks=[Checkpoint(tmp_path)])
+    problem.assert_equal(problem.weights(ensemble), uninterrupted())
+    assert folder.is_dir()
+    assert link.is_symlink()
+
+
 def test_foreign_files_are_refused_with_a_reason(tmp_path):
     def place(step: int, tensors: dict, metadata: dict | None) -> None:
         save_file(tensors, tmp_path / f"step-{step:010d}.safetensors", metadata)
@@ -405,6 +425,9 @@ def test_a_file_in_place_of_the_folder_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="expected a folder"):
         Checkpoint(tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match="broken link"):
+        Checkpoint(tmp_path / "link")
     with pytest.raises(ValueError, match="every must be"):
         Checkpoint(tmp_path, every=0)
 

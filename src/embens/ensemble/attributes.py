@@ -5,7 +5,6 @@ its version of them. They are no part of a ``state_dict``, but an interrupted ru
 continue with the same bits.
 """
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,12 +49,19 @@ def read_attributes(ensemble: "EmbeddedEnsemble") -> list[MemberAttributes]:
     return result if any(result) else []
 
 
-def unwritable(attributes: list[MemberAttributes]) -> list[str]:
-    """Return the names of attributes that a file cannot hold, each with its type."""
+def attribute_names(attributes: list[MemberAttributes], *, unwritable: bool = False) -> list[str]:
+    """Return the names of attributes, each with its type.
+
+    Args:
+        attributes: the attributes of each member.
+        unwritable: whether to return only those that a file cannot hold.
+    """
     names = {}
-    for _, name, value in _each(attributes):
-        if not _is_plain(value):
-            names[name] = f"{name!r} ({type(value).__name__})"
+    for member in attributes:
+        for values in member.values():
+            for name, value in values.items():
+                if not (unwritable and _is_plain(value)):
+                    names[name] = f"{name!r} ({type(value).__name__})"
     return list(names.values())
 
 
@@ -105,13 +111,6 @@ def _check_module(module: nn.Module, fields: Fields) -> None:
         before = vars(module).get(name)
         if isinstance(before, (bool, int, float, str)) and type(value) is not type(before):
             raise fields.fail(name, f"a value of type {type(before).__name__}")
-
-
-def _each(attributes: list[MemberAttributes]) -> Iterator[tuple[str, str, Any]]:
-    for member in attributes:
-        for module, values in member.items():
-            for name, value in values.items():
-                yield module, name, value
 
 
 def _is_plain(value: Any) -> bool:

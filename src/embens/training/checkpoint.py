@@ -8,6 +8,7 @@ processes out.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 
 from embens.checks import check_whole, warn
 from embens.ensemble.attributes import (
+    attribute_names,
     check_attributes,
     read_attributes,
     restore_attributes,
-    unwritable,
 )
 from embens.fields import Fields, refusal
 from embens.files import Format, Refused, is_format, locked, read_tree, refusing, write_tree
@@ -69,8 +70,10 @@ class Checkpoint(Callback):
         self.every = every
         if every is not None:
             check_whole("every", every)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(f"checkpoint: expected a folder; {str(folder)!r} is a file")
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            raise NotADirectoryError(
+                f"checkpoint: expected a folder; {str(folder)!r} is a file or a broken link."
+            )
         self._identity: dict[str, Any] = {}
         self._refused: set[Path] = set()
         self._is_warned = False
@@ -124,6 +127,8 @@ class Checkpoint(Callback):
             return
         path = self.folder / f"step-{run.steps:010d}.safetensors"
         content = {"run": self._identity, "state": state, **self._attributes(run)}
+        if path in self._refused:
+            _set_aside(path)  # it may be a file of the user
         try:
             write_tree(path, FORMAT, content)
         except TypeError as error:
@@ -140,7 +145,7 @@ class Checkpoint(Callback):
     def _attributes(self, run: Run) -> dict[str, Any]:
         """Return what the forward of members keeps in attributes; warn if a file cannot hold it."""
         attributes = read_attributes(run.ensemble)
-        names = unwritable(attributes)
+        names = attribute_names(attributes, unwritable=True)
         if not names:
             return {"attributes": attributes} if attributes else {}
         if not self._is_warned:
@@ -191,9 +196,18 @@ class Checkpoint(Callback):
         """Return the checkpoints, last step first."""
         files = []
         for path in self.folder.glob("step-*.safetensors"):
-            if FILE_NAME.fullmatch(path.name):
+            if FILE_NAME.fullmatch(path.name) and path.is_file():
                 files.append(path)
         return sorted(files, reverse=True)
+
+
+def _set_aside(path: Path) -> None:
+    """Give a file that was refused another name, which no file has."""
+    for number in itertools.count(1):
+        other = path.with_name(f"{path.name}.refused-{number}")
+        if not os.path.lexists(other):
+            os.rename(path, other)
+            return
 
 
 def check_step(name: str, steps: int) -> None:
