@@ -683,7 +683,12 @@ def check_module(reference: Any) -> None:
         raise TypeError(
             f"the reference must be a torch.nn.Module, got {type(reference).__name__}.{hint}"
         )
-    for module in reference.modules():
+    for name, module in reference.named_modules():
+        if "/" in name:
+            raise ValueError(
+                f"the name of the module {name!r} contains a slash, which files of ensembles use "
+                "between names. Rename the module."
+            )
         kind = type(module).__name__
         is_wrapper = kind.endswith(("DataParallel", "OptimizedModule"))
         if is_wrapper or isinstance(module, torch.jit.ScriptModule):

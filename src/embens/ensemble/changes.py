@@ -233,4 +233,8 @@ def _sums(tensor: Tensor) -> Tensor:
 def _is_equal(left: Tensor, right: Tensor) -> bool:
     if left.is_meta:
         return True
+    if left.layout is not torch.strided:
+        left, right = left.to_sparse().coalesce(), right.to_sparse().coalesce()
+        same_places = torch.equal(left.indices(), right.indices())
+        return same_places and _is_equal(left.values(), right.values())
     return bool(((left == right) | ((left != left) & (right != right))).all())

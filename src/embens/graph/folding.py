@@ -12,6 +12,7 @@ values of the members are inputs of the graphs, so the graphs have no state.
 """
 
 import inspect
+import keyword
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -138,7 +139,7 @@ def fold(
         Unwatchable: if the code depends on something whose changes cannot be seen.
     """
     root = copy_module(reference)
-    _refuse_hooks(root)
+    _refuse_modules(root)
     _register_placeholders(root, spec)
     graph = _trace(root, ranks, constants)
     rewriter = Rewriter(root, layers, spec, ranks, per_member_inputs)
@@ -197,8 +198,13 @@ def _warn_about_shared_state(change: str) -> None:
         )
 
 
-def _refuse_hooks(root: nn.Module) -> None:
+def _refuse_modules(root: nn.Module) -> None:
+    """Refuse modules that a graph cannot call as the user's code does."""
     for name, module in root.named_modules():
+        # The code of a graph contains the names of modules as they are.
+        is_text = name.isprintable() and not {'"', "\\"} & set(name)
+        if not is_text or any(keyword.iskeyword(part) for part in name.split(".")):
+            raise Unfoldable(f"{name!r} cannot be a name in Python code")
         if any(getattr(module, hooks) for hooks in HOOKS):
             raise Unfoldable(f"{name or 'the reference'!r} has a hook")
         if "forward" in vars(module):
@@ -372,14 +378,14 @@ class Rewriter:
     def tensor_nodes(self, name: str) -> tuple[torch.fx.Node, torch.fx.Node]:
         """Return the inputs of prefix and suffix for a parameter or buffer."""
         if name not in self.tensors:
-            label = "tensor_" + name.replace(".", "_")
+            label = f"tensor_{len(self.tensors)}"
             self.tensors[name] = (self.prefix.placeholder(label), self.suffix.placeholder(label))
         return self.tensors[name]
 
     def value_node(self, key: str) -> torch.fx.Node:
         """Return the input of the suffix for values of the members."""
         if key not in self.values:
-            self.values[key] = self.suffix.placeholder("value_" + key.replace(".", "_"))
+            self.values[key] = self.suffix.placeholder(f"value_{len(self.values)}")
         return self.values[key]
 
     def border_node(self, source: torch.fx.Node) -> torch.fx.Node:

@@ -87,6 +87,15 @@ class SymbolicValue(torch.fx.Proxy):
     def __round__(self, digits: int = 0) -> Any:
         raise self.tracer.problem("the code looks at values")
 
+    def __divmod__(self, other: Any) -> Any:
+        raise self.tracer.problem("the code looks at values")
+
+    def __format__(self, description: str) -> str:
+        raise self.tracer.problem("the code prints a tensor")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self.tracer.problem("the code assigns parts of a tensor")
+
 
 def _in_place(name: str) -> Callable[[SymbolicValue, Any], torch.fx.Proxy]:
     """Return a method for an operator such as ``+=``, which torch.fx would trace as ``+``."""
