@@ -28,8 +28,8 @@ class StateGuard:
     """Finds parameters and buffers that the user's code changes in a pass.
 
     Args:
-        copied: the copy that is about to run.
-        compare: whether to compare the values of parameters, which finds changes of
+        copied: The copy that is about to run.
+        compare: Whether to compare the values of parameters, which finds changes of
             ``parameter.data``. Members run the same code, so this is done for one member of each
             pass.
     """

@@ -100,10 +100,10 @@ class Guard:
     (:class:`embens.graph.folding.ModuleState`), but the objects that these attributes hold are.
 
     Args:
-        root: the network.
+        root: The network.
 
     Raises:
-        Unwatchable: if the code may read values whose changes cannot be seen.
+        Unwatchable: If the code may read values whose changes cannot be seen.
     """
 
     def __init__(self, root: nn.Module):

@@ -126,10 +126,10 @@ class StrictTracer(Tracer):
     Arguments as for :class:`embens.graph.reading.Tracer`.
 
     Attributes:
-        guard: the Python values that the code may read.
+        guard: The Python values that the code may read.
 
     Raises:
-        Unwatchable: if the code depends on something whose changes cannot be seen.
+        Unwatchable: If the code depends on something whose changes cannot be seen.
     """
 
     def __init__(self, root: nn.Module, arguments: Any, constants: Mapping[str, Any]):
@@ -191,7 +191,7 @@ def shows_all_layers(reference: nn.Module) -> bool:
     """Return whether a trace shows all calls of layers, also in branches and hooks.
 
     Args:
-        reference: a network whose forward takes a fixed number of arguments.
+        reference: A network whose forward takes a fixed number of arguments.
     """
     if any(vars(module)[hooks] for module in reference.modules() for hooks in HOOKS):
         return False
