@@ -20,7 +20,7 @@ ORDER = (
     ["graph"],
     ["optim"],
     ["ensemble"],
-    ["adapters"],
+    ["adapters", "replicas"],
     ["embed"],
     ["families"],
     ["theory"],
