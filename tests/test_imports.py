@@ -20,7 +20,7 @@ ORDER = (
     ["graph"],
     ["optim"],
     ["ensemble"],
-    ["adapters", "replicas"],
+    ["adapters"],
     ["embed"],
     ["families"],
     ["theory"],

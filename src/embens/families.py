@@ -17,15 +17,16 @@ from embens import laws
 from embens.adapters import choose_low_rank
 from embens.checks import check_choice, check_members
 from embens.embed import (
+    Initialise,
     Sites,
     Source,
     build,
     check_module,
     embed,
+    tensor_names,
 )
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.laws import Law
-from embens.replicas import Initialise, tensor_names
 from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site
 
 NEAR = 0.9
