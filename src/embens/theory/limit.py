@@ -154,7 +154,7 @@ class Limit:
         return self.x1.device
 
     @property
-    def numbers(self) -> int:
+    def pair_entries(self) -> int:
         """Number of entries that one pair of inputs has in the largest kernel of a layer."""
         if self.walk is not None:
             pixels = self.walk.largest_image
@@ -281,7 +281,7 @@ class Limit:
 
     def _record(self, x: Tensor) -> list[Recorded]:
         """Return the variances of inputs at each activation, computed a few inputs at a time."""
-        size = max(1, _RECORD_ENTRIES // self.numbers)
+        size = max(1, _RECORD_ENTRIES // self.pair_entries)
         parts: list[list[Recorded]] = []
         for inputs in x.split(size, dim=self._member_axes):
             recording: list[Recorded] = []

@@ -111,8 +111,9 @@ def chi_square_nodes(degrees: int, count: int) -> tuple[Tensor, Tensor]:
     # Eigenvalues of the Jacobi matrix of generalised Laguerre polynomials (Golub and Welsch).
     alpha = degrees / 2 - 1
     steps = torch.arange(count, dtype=torch.float64)
-    beside = (steps[1:] * (steps[1:] + alpha)).sqrt()
-    jacobi = torch.diag(2 * steps + 1 + alpha) + torch.diag(beside, 1) + torch.diag(beside, -1)
+    off_diagonal = (steps[1:] * (steps[1:] + alpha)).sqrt()
+    jacobi = torch.diag(2 * steps + 1 + alpha)
+    jacobi = jacobi + torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1)
     nodes, vectors = torch.linalg.eigh(jacobi)
     return 2 * nodes, vectors[0] ** 2
 
