@@ -31,7 +31,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from embens.checks import warn
 from embens.laws import Law
 from embens.networks import Parametrized
 from embens.sites import LowRankSite
@@ -164,12 +163,6 @@ def _add_matrices(
     if isinstance(layer, Parametrized) and layer.parametrization == "ntk":
         # The factor of the forward pass is that of a weight, and weights are many.
         gain = layer.weight_std**2 / layer.fan_in if is_first else 0.0
-    if after.facts.recording is not None and gain:
-        warn(
-            f"the tangent kernel of the members' matrices of {name} stays random at rank "
-            f"{site.rank}, with a relative variance of 2/{site.rank} on the diagonal; "
-            "ntk_individual is its mean."
-        )
     if not after.facts.tracked or not gain:
         return after
     tangents = signal * (site.rank * gain)
