@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from docs.reproduction.claims import count_text
-from reproduction.figures.compare import (
+from reproduction.competitors import (
     FOUR_NETWORKS,
     ONE,
     SEPARATE,
