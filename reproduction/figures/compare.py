@@ -367,12 +367,12 @@ def plot(table: Frame) -> Figure:
 
 
 SUMMARY = {
-    "accuracy": ("accuracy", "{:.3f}"),
+    "accuracy": ("accuracy", "{:.1%}"),
     "nll": ("log loss", "{:.2f}"),
     "scaled_nll": ("log loss after scaling", "{:.2f}"),
 }
 """Columns of the summary: label and format of a value."""
-SUMMARISED = (ONE, SEPARATE, TWO_NETWORKS, *SIGNS[:2], NORMAL)
+SUMMARISED = (ONE, SEPARATE, NORMAL, *SIGNS[:2], TWO_NETWORKS)
 """Systems of the summary."""
 
 

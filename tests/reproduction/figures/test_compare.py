@@ -89,7 +89,7 @@ def test_the_summary_states_the_values_of_the_strongest_competitors_at_the_large
     figure = compare.summary(table_of(LOSSES))
     check_figure(figure)
     titles = [panel.title for panel in figure.panels]
-    assert titles[0] == "accuracy at 2 ×: two members 0.600, one network 0.500"
+    assert titles[0] == "accuracy at 2 ×: two members 60.0%, one network 50.0%"
     assert titles[1] == "log loss at 2 ×: two members 0.40, one network 0.50"
     assert "guessing: 2.77" in figure.panels[1].y_label
     assert [curve.label for curve in figure.panels[0].curves] == [ONE, SIGNS[0]]
