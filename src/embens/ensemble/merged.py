@@ -44,11 +44,11 @@ def member_tensors(
     """Return the tensors of one member that differ from the reference's.
 
     Args:
-        reference: the ensemble's copy of the reference.
-        layers: its parameter layers.
-        spec: how members differ.
-        values: the member's values, without the member axis.
-        computed: tensors of parametrized layers, evaluated once for all members.
+        reference: The ensemble's copy of the reference.
+        layers: Its parameter layers.
+        spec: How members differ.
+        values: The member's values, without the member axis.
+        computed: Tensors of parametrized layers, evaluated once for all members.
 
     Returns:
         A dictionary from names such as ``"layer.weight"`` to tensors.
@@ -114,7 +114,7 @@ class MergedExecutor:
     """Runs members one after another, each with its tensors.
 
     Args:
-        ensemble: the ensemble.
+        ensemble: The ensemble.
     """
 
     def __init__(self, ensemble: "EmbeddedEnsemble"):
@@ -127,7 +127,6 @@ class MergedExecutor:
         self.reference_attributes: Attributes | None = None
         self.is_noted = True  # whether attributes that the code has changed are noted
         self.changed_names: set[str] = set()  # attributes that the user's code has changed
-        self.checked_modes: set[bool] = set()  # modes in which all parameters were compared
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
@@ -170,6 +169,11 @@ class MergedExecutor:
         for copied, member_attributes in zip(self.copies, attributes, strict=True):
             copied.set_attributes(member_attributes)
 
+    def restore_attributes(self, attributes: list[dict[str, dict[str, Any]]]) -> None:
+        """Set the attributes of copies yet to be made, by member and module."""
+        self.attributes = attributes
+        self.is_noted = False
+
     def member_attributes(self) -> list[dict[str, dict[str, Any]]]:
         """Return the attributes that the user's code has set, by member and module."""
         if self.copies:
@@ -197,10 +201,10 @@ class MergedExecutor:
         """Yield the outputs of one member after another, with a member axis of size 1.
 
         Args:
-            inputs: positional arguments of the reference.
-            kwargs: keyword arguments of the reference.
-            values: values of all members in this pass, members first.
-            per_member: whether positional tensors have the members as their first axis.
+            inputs: Positional arguments of the reference.
+            kwargs: Keyword arguments of the reference.
+            values: Values of all members in this pass, members first.
+            per_member: Whether positional tensors have the members as their first axis.
         """
         computed = self.begin()
         for a in range(self.ensemble.members):
@@ -221,12 +225,12 @@ class MergedExecutor:
         """Return the outputs of one member.
 
         Args:
-            a: the member.
-            args: positional arguments of the reference.
-            kwargs: keyword arguments of the reference.
-            values: values of all members in this pass, members first. Buffers that turn out to
+            a: The member.
+            args: Positional arguments of the reference.
+            kwargs: Keyword arguments of the reference.
+            values: Values of all members in this pass, members first. Buffers that turn out to
                 differ between members are added.
-            computed: what :meth:`begin` returned.
+            computed: What :meth:`begin` returned.
         """
         ensemble = self.ensemble
         member_values = {name: stack[a] for name, stack in values.items()}
@@ -246,11 +250,9 @@ class MergedExecutor:
             return outputs
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
-            mode = copied.module.training
-            guard = StateGuard(copied, compare=a == 0, exact=mode not in self.checked_modes)
+            guard = StateGuard(copied, compare=a == 0)
             outputs = self._call(copied.module, args, kwargs)
             guard.check()
-            self.checked_modes.add(mode)
             for name, buffer in guard.store_buffers(tensors).items():
                 self._replace_buffer(a, name, buffer, values)
             for change in guard.buffer_changes():
@@ -263,6 +265,13 @@ class MergedExecutor:
         """Call a member; explain an error that a plain network does not have."""
         try:
             return module(*args, **kwargs)
+        except ValueError as error:
+            if "Cannot assign non-leaf Tensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "the forward of the reference assigns a weight of one layer to another layer, but "
+                "the weights of a member are computed in each pass. Tie the weights in __init__."
+            ) from error
         except RuntimeError as error:
             if "requires_grad flags of leaf" not in str(error):
                 raise
@@ -399,10 +408,10 @@ def plain_network(
     """Return a copy of the reference with some tensors replaced; all tensors are cloned.
 
     Args:
-        ensemble: the ensemble.
-        tensors: tensors to replace, by name.
-        scales: modulations of layers that are scaled by hooks.
-        attributes: attributes that the member's code has assigned, by module.
+        ensemble: The ensemble.
+        tensors: Tensors to replace, by name.
+        scales: Modulations of layers that are scaled by hooks.
+        attributes: Attributes that the member's code has assigned, by module.
     """
     copied = MemberCopy(ensemble, plain=True)
     copied.set_attributes(attributes or {})

@@ -17,10 +17,10 @@ def separate_buffer(ensemble: "EmbeddedEnsemble", module: str, name: str, value:
     """Turn a shared buffer into one that every member has separately.
 
     Args:
-        ensemble: the ensemble.
-        module: name of the module in the reference.
-        name: name of the buffer.
-        value: initial value for all members.
+        ensemble: The ensemble.
+        module: Name of the module in the reference.
+        name: Name of the buffer.
+        value: Initial value for all members.
 
     Returns:
         The stacked buffer, members first.
@@ -41,8 +41,8 @@ def separate_buffers(ensemble: "EmbeddedEnsemble", names: Iterable[str]) -> None
     """Separate those shared buffers that have the names of saved tensors of members.
 
     Args:
-        ensemble: the ensemble.
-        names: names in a saved state, with slashes in place of dots.
+        ensemble: The ensemble.
+        names: Names in a saved state, with slashes in place of dots.
     """
     modules = dict(ensemble.reference.named_modules())
     for saved_name in names:

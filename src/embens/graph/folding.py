@@ -12,10 +12,11 @@ values of the members are inputs of the graphs, so the graphs have no state.
 """
 
 import inspect
+import keyword
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from embens import networks
+from embens.checks import warn
 from embens.graph.domains import Domain, Unfoldable, Value
 from embens.graph.members import (
     convolution_options,
@@ -46,7 +48,7 @@ from embens.graph.operations import (
 )
 from embens.graph.reading import Tracer, copy_module, has_user_code
 from embens.graph.rowwise import infer
-from embens.graph.snapshots import HOOKS, random_state
+from embens.graph.snapshots import HOOKS
 from embens.graph.tracing import StrictTracer
 from embens.sites import EnsembleSpec, Layer, Site, is_layer
 
@@ -93,15 +95,15 @@ class Folded:
     """A folded network.
 
     Attributes:
-        prefix: computes the shared values; takes the tensors, then the arguments.
-        suffix: computes the outputs of a chunk; takes the number of members, the shared values, the
+        prefix: Computes the shared values; takes the tensors, then the arguments.
+        suffix: Computes the outputs of a chunk; takes the number of members, the shared values, the
             tensors and the members' values.
-        arguments: names of the arguments that the prefix takes.
-        tensors: modules of the reference and names of their parameters and buffers that both graphs
+        arguments: Names of the arguments that the prefix takes.
+        tensors: Modules of the reference and names of their parameters and buffers that both graphs
             take.
-        values: names of the members' values that the suffix takes.
-        has_convolutions: whether a convolution runs for each member.
-        width: largest number of channels of the layers that run for each member.
+        values: Names of the members' values that the suffix takes.
+        has_convolutions: Whether a convolution runs for each member.
+        width: Largest number of channels of the layers that run for each member.
     """
 
     prefix: torch.fx.GraphModule
@@ -125,19 +127,19 @@ def fold(
     """Trace a network and rewrite it for chunks of members.
 
     Args:
-        reference: the network, in the mode in which it will run.
-        layers: its parameter layers.
-        spec: how members differ.
-        ranks: number of axes of every tensor argument, by name.
-        constants: values of the other arguments.
-        per_member_inputs: whether tensor arguments have a block of rows for every member already.
+        reference: The network, in the mode in which it will run.
+        layers: Its parameter layers.
+        spec: How members differ.
+        ranks: Number of axes of every tensor argument, by name.
+        constants: Values of the other arguments.
+        per_member_inputs: Whether tensor arguments have a block of rows for every member already.
 
     Raises:
-        Unfoldable: if members have to run one after another; the message says why.
-        Unwatchable: if the code depends on something whose changes cannot be seen.
+        Unfoldable: If members have to run one after another; the message says why.
+        Unwatchable: If the code depends on something whose changes cannot be seen.
     """
     root = copy_module(reference)
-    _refuse_hooks(root)
+    _refuse_modules(root)
     _register_placeholders(root, spec)
     graph = _trace(root, ranks, constants)
     rewriter = Rewriter(root, layers, spec, ranks, per_member_inputs)
@@ -160,13 +162,12 @@ def _trace(
     root: nn.Module, ranks: Mapping[str, int], constants: Mapping[str, Any]
 ) -> torch.fx.Graph:
     """Return the graph of a network whose code changes nothing and draws no random numbers."""
-    guard, random_numbers = None, []
+    guard = None
     tracer = Tracer(root, ranks, constants)
     if has_user_code(root):
         # Modules of torch need no strictness: they become leaves of the graph.
         tracer = StrictTracer(root, ranks, constants)
         guard = tracer.guard
-        random_numbers = random_state()
     state = ModuleState(root, tensors=True)
     try:
         graph = tracer.trace_graph(root)
@@ -175,16 +176,35 @@ def _trace(
         reason = lines[0] if lines else type(error).__name__
         raise Unfoldable(f"torch.fx cannot trace it: {reason[:200]}") from None
     if guard is not None:
-        if random_state() != random_numbers:
-            raise Unfoldable("its code draws random numbers")
-        change = state.change() or guard.change()
+        change = state.change()
+        if not change:
+            change = guard.change()
+            _warn_about_shared_state(change)
         if change:
             raise Unfoldable(f"its code changes {change!r}")
     return graph
 
 
-def _refuse_hooks(root: nn.Module) -> None:
+def _warn_about_shared_state(change: str) -> None:
+    """Warn of a change outside of the modules, such as that of a global counter.
+
+    Dictionaries and sets are often caches, whose changes do no harm.
+    """
+    is_harmless = change.startswith(("a dict", "a set", "the state of a random"))
+    if change and not is_harmless:
+        warn(
+            f"the forward of the reference changes {change!r} outside of its modules, so all "
+            "members share it. Keep what changes in attributes or buffers of the modules."
+        )
+
+
+def _refuse_modules(root: nn.Module) -> None:
+    """Refuse modules that a graph cannot call as the user's code does."""
     for name, module in root.named_modules():
+        # The code of a graph contains the names of modules as they are.
+        is_text = name.isprintable() and not {'"', "\\"} & set(name)
+        if not is_text or any(keyword.iskeyword(part) for part in name.split(".")):
+            raise Unfoldable(f"{name!r} cannot be a name in Python code")
         if any(getattr(module, hooks) for hooks in HOOKS):
             raise Unfoldable(f"{name or 'the reference'!r} has a hook")
         if "forward" in vars(module):
@@ -195,8 +215,8 @@ class ModuleState:
     """Remembers the attributes, children and hooks of the modules of a network.
 
     Args:
-        root: the network.
-        tensors: whether parameters and buffers have to stay the same objects; otherwise only
+        root: The network.
+        tensors: Whether parameters and buffers have to stay the same objects; otherwise only
             whether they are None counts.
     """
 
@@ -265,6 +285,11 @@ class Rewriter:
         self.low_rank = {site.layer: site for site in spec.low_rank}
         self.per_member = {item.module: set(item.tensors) for item in spec.per_member}
         self.names = {id(module): name for name, module in root.named_modules()}
+        # Modules and names of each parameter and buffer; tied ones have several.
+        self.owners: dict[int, list[tuple[str, str]]] = {}
+        for name, module in root.named_modules():
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                self.owners.setdefault(id(tensor), []).append((name, key))
         self.facts: dict[torch.fx.Node, Value] = {}
         self.prefix, self.suffix = torch.fx.Graph(), torch.fx.Graph()
         # Where a node of the traced graph is in the two new graphs.
@@ -326,11 +351,11 @@ class Rewriter:
         module = self.root.get_submodule(owner)
         module_name = self.names[id(module)]
         full_name = f"{module_name}.{name}".lstrip(".")
-        if self._differs(module_name, name):
+        tensor = getattr(module, name)
+        if any(self._differs(*owner) for owner in self.owners[id(tensor)]):
             is_queried = all(u.target is getattr and u.args[1] in DTYPE_QUERIES for u in node.users)
             if not is_queried or name in self.per_member.get(module_name, ()):
                 raise Unfoldable(f"its code reads {full_name!r}, which differs between members")
-        tensor = getattr(module, name)
         leading = tensor.shape[0] if tensor.dim() else None
         self.facts[node] = Value(Domain.CONSTANT, tensor.dim(), leading=leading)
         self.in_prefix[node], self.in_suffix[node] = self.tensor_nodes(full_name)
@@ -353,14 +378,14 @@ class Rewriter:
     def tensor_nodes(self, name: str) -> tuple[torch.fx.Node, torch.fx.Node]:
         """Return the inputs of prefix and suffix for a parameter or buffer."""
         if name not in self.tensors:
-            label = "tensor_" + name.replace(".", "_")
+            label = f"tensor_{len(self.tensors)}"
             self.tensors[name] = (self.prefix.placeholder(label), self.suffix.placeholder(label))
         return self.tensors[name]
 
     def value_node(self, key: str) -> torch.fx.Node:
         """Return the input of the suffix for values of the members."""
         if key not in self.values:
-            self.values[key] = self.suffix.placeholder("value_" + key.replace(".", "_"))
+            self.values[key] = self.suffix.placeholder(f"value_{len(self.values)}")
         return self.values[key]
 
     def border_node(self, source: torch.fx.Node) -> torch.fx.Node:
@@ -384,7 +409,7 @@ class Rewriter:
         if value.kind in ("shape", "tuple"):
             raise Unfoldable("members use the shape of a shared value, or several at once")
         if source not in self.repeated:
-            function = mul if value.kind == "rows" else repeat_rows
+            function = operator.mul if value.kind == "rows" else repeat_rows
             self.repeated[source] = self.suffix.call_function(function, (node, self.count))
         return self.repeated[source]
 
@@ -429,6 +454,9 @@ class Rewriter:
         environment[node] = copied
 
     def _add_operation(self, node: torch.fx.Node) -> None:
+        if is_in_place(operation_name(node.target)) and self._is_number(node.args[:1]):
+            # Numbers such as sizes do not change, whatever the operator.
+            node.target = getattr(operator, operation_name(node.target)[1:])
         full_name = operation_name(node.target)
         name = full_name.strip("_")
         if node.kwargs.get("out") is not None:
@@ -456,6 +484,20 @@ class Rewriter:
         if name in ("view", "reshape") and value.domain is Domain.MEMBER:
             rows = self.in_suffix[node]
             self.in_suffix[node] = self.suffix.call_function(whole_blocks, (rows, self.count))
+        if name == "squeeze":
+            self._check_rank(node, value)
+
+    def _check_rank(self, node: torch.fx.Node, value: Value) -> None:
+        """Let the graph check that an axis was removed, which depends on its size."""
+        for graph, environment in ((self.prefix, self.in_prefix), (self.suffix, self.in_suffix)):
+            if node in environment:
+                arguments = (environment[node], value.rank)
+                environment[node] = graph.call_function(squeezed, arguments)
+
+    def _is_number(self, sources: Sequence[Any]) -> bool:
+        """Return whether the first of some arguments is a size or another number."""
+        source = sources[0] if sources else None
+        return isinstance(source, torch.fx.Node) and self.facts[source].kind in ("rows", "other")
 
     def _check_in_place(self, node: torch.fx.Node) -> None:
         """Refuse in-place operations on values that are used elsewhere.
@@ -595,9 +637,9 @@ class Rewriter:
         """Return weight and bias of a layer in the suffix; the bias may be None.
 
         Args:
-            module: the layer's module.
-            layer: the layer.
-            separate: whether they are the stacked tensors of the members.
+            module: The layer's module.
+            layer: The layer.
+            separate: Whether they are the stacked tensors of the members.
         """
         nodes: list[Any] = []
         for name, factor in zip(("weight", "bias"), self.forward_factors(module), strict=True):
@@ -620,7 +662,7 @@ class Rewriter:
         """Return a node of the suffix times a number."""
         if factor == 1.0:
             return node
-        return self.suffix.call_function(mul, (node, factor))
+        return self.suffix.call_function(operator.mul, (node, factor))
 
     def write_linear(
         self,
@@ -673,7 +715,7 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
     """Return the rank of a module's output, if the module treats rows independently.
 
     Raises:
-        Unfoldable: if it is unknown, or if the input has no batch axis.
+        Unfoldable: If it is unknown, or if the input has no batch axis.
     """
     kind = type(module).__name__
     if isinstance(module, _ConvNd):
@@ -712,8 +754,10 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
         is_known = axes > 0 and rank == axes + 2 and not getattr(module, "return_indices", False)
     else:
         is_known = kind in IMAGE_MODULES and rank >= (4 if kind.startswith("Pixel") else 3)
-        if kind.startswith("InstanceNorm") and getattr(module, "track_running_stats", False):
-            is_known = False
+        if kind.startswith("InstanceNorm"):
+            # With an axis less the first axis is that of the channels.
+            is_batch = rank == int(kind[-2]) + 2
+            is_known = is_batch and not getattr(module, "track_running_stats", False)
     if not is_known:
         raise Unfoldable(
             f"{name!r} ({kind}) on {rank} axes is not known to treat samples independently"
@@ -769,6 +813,16 @@ def whole_blocks(x: Tensor, count: int) -> Tensor:
     return x
 
 
+def squeezed(x: Tensor, rank: int) -> Tensor:
+    """Return a squeezed value; raise if the axis was not removed."""
+    if x.dim() != rank:
+        raise RuntimeError(
+            f"the reference squeezes an axis with more than one element, of a value of shape "
+            f"{tuple(x.shape)}. Squeeze axes of size 1 only."
+        )
+    return x
+
+
 def unfold_members(x: Tensor, count: int) -> Tensor:
     """Return ``(member, row, …)`` for blocks of rows."""
     if count == 1:
@@ -784,10 +838,10 @@ def scale_members(
     Args:
         x: ``(member · row, …, channel, position…)``; without members if ``is_shared``.
         values: ``(member, size)``.
-        count: number of members.
-        spatial: number of axes after the channels.
-        repeat: number of consecutive features per value.
-        is_shared: whether ``x`` has one block of rows for all members.
+        count: Number of members.
+        spatial: Number of axes after the channels.
+        repeat: Number of consecutive features per value.
+        is_shared: Whether ``x`` has one block of rows for all members.
     """
     if values.dtype is not x.dtype:
         values = values.to(x.dtype)
@@ -824,13 +878,13 @@ def modulated_linear(
 
     Args:
         x: ``(member · row, …, feature)``; without members if ``is_shared``.
-        weight: shared weight ``(output, input)``.
-        bias: shared bias, or None.
-        pre: values of the outputs, ``(member, output)``, or None.
-        post: values of the inputs, ``(member, input / repeat)``, or None.
-        repeat: number of consecutive inputs per value of ``post``.
-        count: number of members.
-        is_shared: whether ``x`` has one block of rows for all members.
+        weight: Shared weight ``(output, input)``.
+        bias: Shared bias, or None.
+        pre: Values of the outputs, ``(member, output)``, or None.
+        post: Values of the inputs, ``(member, input / repeat)``, or None.
+        repeat: Number of consecutive inputs per value of ``post``.
+        count: Number of members.
+        is_shared: Whether ``x`` has one block of rows for all members.
     """
     # A compiled graph should be right for any number of rows, so it does not compare sizes.
     if not is_shared and pre is not None and not torch.compiler.is_compiling():

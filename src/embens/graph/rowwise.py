@@ -66,12 +66,12 @@ def infer(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     """Return what is known of the result of a function or method.
 
     Args:
-        name: its name, without underscores around it.
-        args: positional arguments; values of the graph as :class:`Value`.
-        kwargs: keyword arguments, likewise.
+        name: Its name, without underscores around it.
+        args: Positional arguments; values of the graph as :class:`Value`.
+        kwargs: Keyword arguments, likewise.
 
     Raises:
-        Unfoldable: if the operation is unknown or may mix rows.
+        Unfoldable: If the operation is unknown or may mix rows.
     """
     values = [value for value in flatten((args, kwargs)) if isinstance(value, Value)]
     if not args and name not in BROADCASTING:
@@ -93,10 +93,13 @@ def infer(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     if name in BROADCASTING:
         return broadcast(name, values)
     rule = RULES.get(name)
-    if rule is not None:
-        return rule(name, args, kwargs)
-    if name in SPATIAL:
-        return _infer_spatial(name, args[0])
+    try:
+        if rule is not None:
+            return rule(name, args, kwargs)
+        if name in SPATIAL:
+            return _infer_spatial(name, args[0])
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise Unfoldable(f"{name!r} gets arguments in an unusual form") from None
     raise Unfoldable(f"{name!r} is not known to treat samples independently")
 
 

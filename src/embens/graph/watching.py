@@ -28,14 +28,14 @@ def watch_flow(reference: nn.Module, example_input: Any) -> Flow:
     too small for BatchNorm is tried in evaluation mode.
 
     Args:
-        reference: any module.
-        example_input: a batch, a tuple of arguments or a dictionary of keyword arguments.
+        reference: Any module.
+        example_input: A batch, a tuple of arguments or a dictionary of keyword arguments.
 
     Returns:
         The flow of this call.
 
     Raises:
-        ValueError: if the network cannot be called on the example.
+        ValueError: If the network cannot be called on the example.
     """
     if is_layer(reference):
         return read_flow(reference)
@@ -69,7 +69,7 @@ def _watch(root: nn.Module, example_input: Any) -> Flow:
     with torch.random.fork_rng(), torch.no_grad(), watcher.hooked(root), watcher:
         if isinstance(example_input, Mapping):
             result = root(**example_input)
-        elif isinstance(example_input, tuple):
+        elif isinstance(example_input, tuple) and not isinstance(example_input, PackedSequence):
             result = root(*example_input)
         else:
             result = root(example_input)
