@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from embens import optim
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 from embens.ensemble.merged import MergedExecutor
-from embens.ensemble.separation import separate_buffers
+from embens.ensemble.separation import expand_buffers, separate_buffers
 from embens.graph.domains import Unfoldable
 from embens.graph.folding import Folded, ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
@@ -672,7 +672,7 @@ class EmbeddedEnsemble(nn.Module):
 
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: dict[str, Any],
         prefix: str,
         local_metadata: Any,
         strict: bool,
@@ -685,6 +685,7 @@ class EmbeddedEnsemble(nn.Module):
         if any(name.replace("/", ".") not in self.individual for name in saved_names):
             # Members had separate buffers when the state was saved.
             separate_buffers(self, saved_names)
+        expand_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(
             state_dict,
             prefix,
