@@ -49,7 +49,7 @@ def select_columns(
     values = _bounded_values(numeric, table, rows)
     y = target[rows].squeeze(1).numpy()
     sample_weight = weights[rows].numpy()
-    trees = ExtraTreesRegressor(
+    trees: Any = ExtraTreesRegressor(
         TREES,
         max_depth=TREE_DEPTH,
         max_features=TREE_COLUMNS,
@@ -59,7 +59,7 @@ def select_columns(
     )
     trees.fit(values, y, sample_weight)
     if max_columns == "auto":
-        linear = RidgeCV(PENALTIES).fit(values, y, sample_weight)
+        linear: Any = RidgeCV(PENALTIES).fit(values, y, sample_weight)
         linear_error = -linear.best_score_  # leave-one-out
         tree_error = np.square(y - trees.oob_prediction_).mean()
         if linear_error < tree_error:
