@@ -10,7 +10,8 @@ A fit goes through these files, in this order:
 2. ``defaults``: valid arguments and the values of "auto".
 3. ``frames``: read a table. ``targets``, ``gaussians``: heads, which read the target, are the
    likelihood and turn outputs into predictions.
-4. ``preparation``: split the rows and encode them. ``columns``, ``bins``: learn the encoding.
+4. ``preparation``: split the rows and encode them. ``columns``, ``bins``: learn the encoding;
+   ``selection``: choose the columns of a wide table.
 5. ``pipeline``: search, training, calibration; ``groups``: the same with cross-fitting.
 6. ``perceptron``: encoder, network, ensemble. ``descent``: the training loop.
 

@@ -253,7 +253,7 @@ class GaussianHead(Head):
         mean, std = self.member_components(outputs)
         return mean.mean(1), ((std**2).mean(1) + mean.var(1, correction=0)).sqrt()
 
-    def predict_mean(self, outputs: Tensor) -> tuple[Tensor]:
+    def predict_mean(self, outputs: Tensor) -> tuple[Tensor, ...]:
         """Return the mean of :meth:`summarise` only, which is much faster without a transform."""
         if self.knots is not None:
             return self.summarise(outputs)[:1]

@@ -3,8 +3,8 @@
 A network that is trained on a few rows of many columns fits the noise of columns that do not
 matter. Extremely randomised trees find the others: a split deep in a tree uses columns that matter
 only together with those above it, which a test of one column after another would miss. If nearly
-all columns matter a little, the trees find nothing and a linear model of all columns is better.
-Their errors on rows that they were not fitted to decide (ADR 9).
+all columns matter a little, the trees find nothing and a linear model of all columns is better. The
+errors of both on rows that they were not fitted to decide (ADR 9).
 """
 
 from collections import defaultdict
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sklearn.ensemble import ExtraTreesRegressor
-from sklearn.linear_model import RidgeCV
 from torch import Tensor
 
 from embens.tabular.bins import NumericColumn
@@ -43,11 +41,15 @@ def select_columns(
         target: ``(row, number)``.
         max_columns: how many columns to select; "auto" is 32 if few columns matter, else all.
     """
+    # Imported here, because they take long and few tables are wide.
+    from sklearn.ensemble import ExtraTreesRegressor
+    from sklearn.linear_model import RidgeCV
+
     rows = np.linspace(0, table.rows - 1, min(table.rows, SELECTION_ROWS)).astype(int)
     values = _bounded_values(numeric, table, rows)
     y = target[rows].squeeze(1).numpy()
     sample_weight = weights[rows].numpy()
-    trees = ExtraTreesRegressor(
+    trees: Any = ExtraTreesRegressor(
         TREES,
         max_depth=TREE_DEPTH,
         max_features=TREE_COLUMNS,
@@ -57,7 +59,7 @@ def select_columns(
     )
     trees.fit(values, y, sample_weight)
     if max_columns == "auto":
-        linear = RidgeCV(PENALTIES).fit(values, y, sample_weight)
+        linear: Any = RidgeCV(PENALTIES).fit(values, y, sample_weight)
         linear_error = -linear.best_score_  # leave-one-out
         tree_error = np.square(y - trees.oob_prediction_).mean()
         if linear_error < tree_error:
