@@ -146,8 +146,11 @@ class Claim:
         try:
             if pooled is not None and not pooled.is_complete:
                 value, seeds = float(self.statistic(Rows(table))), pooled.seeds
-                low, high = pooled_ends(self, value, None, pooled)
                 method = "pooled"
+                if pooled.knows_noise_of(self.statistic, value):
+                    low, high = pooled_ends(self, value, None, pooled)
+                else:
+                    note = "the noise of some cells is not known"
             else:
                 value, low, high, seeds = interval(table, self.statistic, samples=samples)
             if method == "seeds" and pooled is not None and not math.isnan(low):
@@ -161,7 +164,7 @@ class Claim:
                 note = "the statistic is not defined on this table"
             elif seeds == 1:
                 note = "one seed gives no interval"
-            elif math.isnan(low):
+            elif math.isnan(low) and not note:
                 note = "no interval"
         return Judgement(
             statement=self.statement,

@@ -156,7 +156,7 @@ def fit_boosting(
 
 def interval_rows(results: list[IntervalResult]) -> list[list[str]]:
     """Return the header and the lines of the table of intervals, means over the splits."""
-    rows = [["", "rows inside", "mean width", "RMSE"]]
+    rows = [["", "targets inside", "mean width", "RMSE"]]
     for result in results:
         coverage = f"{100 * np.mean(result.coverage):.0f} %"
         width, error = np.mean(result.width), np.mean(result.error)
@@ -192,7 +192,7 @@ def measure_regimes() -> list[RegimeResult]:
 
 def regime_rows(results: list[RegimeResult]) -> list[list[str]]:
     """Return the header and the lines of the table of regimes, means over the seeds."""
-    rows = [["mean p of the modulations", "correlation of errors", "log loss: member", "ensemble"]]
+    rows = [["mean p", "correlation of errors", "log loss of a member", "of the ensemble"]]
     for result in results:
         correlation = np.mean(result.correlation)
         member, ensemble = np.mean(result.member_loss), np.mean(result.ensemble_loss)
@@ -218,21 +218,21 @@ def write_page(path: Path, tables: list[IntervalResult], regimes: list[RegimeRes
     sections = [
         (
             "A table with 90 % intervals",
-            f"scikit-learn's diabetes table, {SPLITS} random splits. A 90 % interval should hold "
-            "90 % of the test rows, on average over the splits. The intervals of embens do. Single "
-            "splits differ (dots), because about 30 rows calibrate a fit of this small table. The "
-            "network uses the spread of its training errors, boosting its quantile loss; both are "
-            "too narrow. Conformal calibration on held-out rows, which embens includes, would "
-            "repair them as well.",
+            f"scikit-learn's diabetes table, {SPLITS} random splits. 90 % intervals should contain "
+            "90 % of the test targets, on average over the splits. Those of embens do, because they "
+            "are calibrated on held-out rows (conformal prediction). Intervals of one network, from "
+            "its training errors, and of boosting, from its quantile loss, are too narrow; the "
+            "same calibration would repair them. Single splits differ (dots), because only about "
+            "30 rows calibrate a fit of this small table.",
             interval_rows(tables),
             draw_intervals(tables),
         ),
         (
             "Two regimes of members inside one network",
             f"500 digits, {MEMBERS} members, {len(SEEDS)} seeds. Modulations are random signs with "
-            "mean p, by which members multiply activations. With mean 0 members are independent: "
-            "they make different errors, and the ensemble is better than its members. With mean 1 "
-            "all members are one model, and the ensemble gains nothing.",
+            "mean p, by which members multiply activations. With p = 0 members are independent: "
+            "their errors differ most, and the ensemble is better than its members. With p = 1 all "
+            "members are one model, and the ensemble gains nothing.",
             regime_rows(regimes),
             draw_regimes(regimes),
         ),
@@ -277,7 +277,7 @@ def draw_intervals(results: list[IntervalResult]) -> bytes:
         coverage_axes.plot(coverage, [row] * len(coverage), "k.", markersize=4)
         width_axes.barh(row, np.mean(result.width), color=colour)
     coverage_axes.axvline(100 * COVERAGE, color="black", linestyle="--")
-    coverage_axes.set_xlabel("test rows inside, %\n(dashed: promised; dots: splits)")
+    coverage_axes.set_xlabel("test targets inside, %\n(dashed: promised; dots: splits)")
     coverage_axes.set_yticks(range(len(results)), [result.method for result in results])
     coverage_axes.invert_yaxis()
     width_axes.set_xlabel("mean width of the intervals")
@@ -294,6 +294,7 @@ def draw_regimes(results: list[RegimeResult]) -> bytes:
     correlations = [np.mean(result.correlation) for result in results]
     correlation_axes.plot(means, correlations, "o-", color=BLUE)
     correlation_axes.set_ylabel("correlation of errors")
+    correlation_axes.set_ylim(0, 1.05)
     members = [np.mean(result.member_loss) for result in results]
     ensembles = [np.mean(result.ensemble_loss) for result in results]
     loss_axes.plot(means, members, "s--", color=ORANGE, label="mean member")

@@ -4,7 +4,10 @@ The model and its assumptions are explained in :mod:`reproduction.claims`. Resid
 all cells of a *stratum*: cells with the same number of rows in which the same columns are defined.
 A residual consists of all rows and columns of one cell and seed, so that quantities that belong
 together stay together. A cell that lacks some seeds gets residuals of the complete cells, and the
-effects of its seeds relative to all seeds. Cells in which a run diverged keep their values.
+effects of its seeds relative to all seeds. If no cell of a stratum is complete, its cells get the
+residuals of a stratum in which the same columns, and others, are defined. Without such a stratum
+their noise is not known, and statistics that depend on them have no interval. Cells in which a run
+diverged keep their values.
 """
 
 import math
@@ -12,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reproduction.rows import Frame, Rows
+from reproduction.rows import Frame, MissingCellsError, Rows
 
 LOGARITHMIC = ("loss", "train_loss", "early_loss")
 """Columns of positive values whose relative residuals are pooled."""
@@ -28,6 +31,7 @@ class PooledTables:
         residual_degrees: Degrees of freedom of the variance of residuals.
         seeds: Number of seeds.
         is_complete: Whether all cells have all seeds, apart from those in which a run diverged.
+        known: The table without the cells whose noise is not known; None if there are none.
     """
 
     residual_tables: list[Rows]
@@ -35,6 +39,7 @@ class PooledTables:
     residual_degrees: int
     seeds: int
     is_complete: bool = True
+    known: Rows | None = None
 
     @classmethod
     def draw(cls, table: Frame, axes: Sequence[str], samples: int) -> "PooledTables":
@@ -51,7 +56,7 @@ class PooledTables:
         import numpy
 
         generator = numpy.random.default_rng(0)
-        strata = _make_strata(table, axes)
+        strata, unknown = _make_strata(table, axes)
         seeds = table["seed"].nunique()
         residual_tables = []
         for _ in range(samples):
@@ -62,8 +67,23 @@ class PooledTables:
             changes = [stratum.with_seed_effect(seed) for stratum in strata]
             seed_tables.append(_changed_table(table, strata, changes))
         degrees = sum((stratum.cells - 1) * (stratum.seeds - 1) for stratum in strata)
-        is_complete = not any(stratum.partial for stratum in strata)
-        return cls(residual_tables, seed_tables, max(1, degrees), seeds, is_complete)
+        is_complete = not unknown and not any(stratum.partial for stratum in strata)
+        known = Rows(table.drop(index=table.index[unknown])) if unknown else None
+        return cls(residual_tables, seed_tables, max(1, degrees), seeds, is_complete, known)
+
+    def knows_noise_of(self, statistic: Callable[[Rows], float], value: float) -> bool:
+        """Return whether a statistic depends only on cells whose noise is known.
+
+        Args:
+            statistic: The statistic.
+            value: Its value on the measured table.
+        """
+        if self.known is None:
+            return True
+        try:
+            return float(statistic(self.known)) == value
+        except MissingCellsError:
+            return False
 
 
 Change = tuple[Any, Any]
@@ -139,8 +159,11 @@ class _Stratum:
         return changes
 
 
-def _make_strata(table: Frame, axes: Sequence[str]) -> list[_Stratum]:
-    """Return the strata of a table, without cells that keep their values."""
+def _make_strata(table: Frame, axes: Sequence[str]) -> tuple[list[_Stratum], list[int]]:
+    """Return the strata of a table, and the positions of cells whose noise is not known.
+
+    Cells that keep their values, because a run diverged, are in neither.
+    """
     import numpy
 
     axes = [axis for axis in axes if axis in table and axis != "seed"]
@@ -174,11 +197,33 @@ def _make_strata(table: Frame, axes: Sequence[str]) -> list[_Stratum]:
         else:
             cell = _PartialCell(positions, numbers, values[positions].mean(axis=0))
             partial.setdefault(key, []).append(cell)
+    unknown: list[int] = []
+    for key in partial.keys() - complete.keys():
+        cells = partial.pop(key)
+        lender = _find_lender(key, complete)
+        if lender is None:
+            unknown += [int(position) for cell in cells for position in cell.positions.flat]
+        else:
+            partial[lender] = partial.get(lender, []) + cells
     strata = []
     for key, positions in complete.items():
         cells = partial.get(key, [])
         strata.append(_make_stratum(numpy.stack(positions), columns, values, cells))
-    return strata
+    return strata, unknown
+
+
+def _find_lender(key: Any, complete: dict[Any, list[Any]]) -> Any:
+    """Return the largest stratum in which all columns of a key are defined; None without one."""
+    import numpy
+
+    shape, defined = key
+    needed = numpy.frombuffer(defined, dtype=bool)
+    lenders = []
+    for other_shape, other_defined in complete:
+        offered = numpy.frombuffer(other_defined, dtype=bool)
+        if other_shape == shape and (offered | ~needed).all():
+            lenders.append((other_shape, other_defined))
+    return max(lenders, key=lambda lender: len(complete[lender]), default=None)
 
 
 def _make_stratum(

@@ -37,12 +37,37 @@ def run(page: Path) -> dict:
     return names
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a forge gives the headings of a Markdown page."""
+    without_code = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    names: set[str] = set()
+    for heading in re.findall(r"(?m)^#+ (.+)$", without_code):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+        unique, count = name, 0
+        while unique in names:
+            count += 1
+            unique = f"{name}-{count}"
+        names.add(unique)
+    return names
+
+
+def links(page: Path) -> list[str]:
+    """Return the targets of the links and pictures of a Markdown page that are no web addresses."""
+    without_code = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`", "", page.read_text())
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code)
+    return [target for target in targets if not target.startswith(("http", "mailto"))]
+
+
 def check_references(page: Path) -> None:
-    """Check that the links, files and make targets of a page exist."""
+    """Check that the links, anchors, files and make targets of a page exist."""
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#\s]+)", text):
-        is_web_address = target.startswith(("http", "mailto"))
-        assert is_web_address or (page.parent / target).exists(), target
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        if anchor and linked.suffix == ".md":
+            assert anchor in anchors(linked), target
     for path in re.findall(r"`((?:src|tests|benchmarks|examples|reproduction)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path
     targets = re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text())

@@ -225,9 +225,19 @@ def test_a_candidate_that_is_no_module_is_refused():
         compare({"one": lambda: 3}, *parts(), **ARGUMENTS)
 
 
-def test_tables_show_every_candidate_and_interval(capsys):
-    result = compare(candidates(), *parts(), **{**ARGUMENTS, "progress": True})
-    assert "batch (2 of 2)" in capsys.readouterr().err
+@pytest.mark.parametrize("progress", [True, None, False])
+def test_lines_of_epochs_follow_the_name_of_their_candidate(progress, capsys):
+    compare(candidates(), *parts(), **{**ARGUMENTS, "progress": progress})
+    lines = capsys.readouterr().err.splitlines()
+    if progress is False:
+        assert lines == []
+    else:
+        assert lines.index("one (1 of 2)") == 0
+        assert lines[lines.index("batch (2 of 2)") + 1].startswith("epoch 1/4")
+
+
+def test_tables_show_every_candidate_and_interval():
+    result = compare(candidates(), *parts(), **ARGUMENTS)
     text = str(result)
     assert isinstance(result, Comparison)
     assert all(name in text for name in ("one", "batch", "nll", "95 % intervals"))
@@ -242,3 +252,37 @@ def test_a_network_starts_from_its_own_weights():
     expected = nn.functional.cross_entropy(network(test[0]).detach(), test[1])
     assert result.scores["one"]["nll"] == pytest.approx(float(expected), rel=1e-5)
     assert result.differences == []
+
+
+def test_networks_that_predict_variances_are_compared_by_their_distributions():
+    def data(rows, seed):
+        x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed))
+        return x, x[:, 0]
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    ensemble = embens.batch_ensemble(network, 3)
+    test = data(40, 2)
+    result = compare(
+        {"one": network, "batch": ensemble},
+        data(60, 0),
+        data(30, 1),
+        test,
+        criterion=embens.gaussian_nll,
+        **ARGUMENTS,
+    )
+    assert [each.metric for each in result.differences] == ["squared_error", "nll", "crps"]
+    embens.fit(ensemble, data(60, 0), data(30, 1), criterion=embens.gaussian_nll, **ARGUMENTS)
+    expected = embens.evaluate(ensemble, test, task="gaussian")
+    scores = result.scores["batch"]
+    assert scores["nll"] == pytest.approx(expected["nll"])
+    assert scores["crps"] == pytest.approx(expected["crps"])
+    assert scores["squared_error"] ** 0.5 == pytest.approx(expected["rmse"])
+
+
+def test_rows_of_probabilities_are_not_compared_as_values():
+    soft = [(x, nn.functional.one_hot(y, 3).float()) for x, y in parts()]
+    with pytest.raises(ValueError, match="rows of class probabilities"):
+        compare(candidates(), *soft, **ARGUMENTS)
+    result = compare(candidates(), *soft, criterion=nn.functional.mse_loss, **ARGUMENTS)
+    assert [each.metric for each in result.differences] == ["squared_error"]

@@ -8,7 +8,7 @@ import pytest
 from pages import ROOT, blocks, check_references, run
 
 DOCS = ROOT / "docs"
-PRINTED = ("tutorial.md", "how-it-works.md", "how-to/uncertainty.md")
+PRINTED = ("index.md", "tutorial.md", "how-it-works.md", "how-to/uncertainty.md")
 """Pages that show everything that they print."""
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
 WITH_CODE = [name for name, path in PAGES.items() if blocks(path)]

@@ -193,3 +193,22 @@ def test_networks_with_several_outputs_raise(x, classes):
 
     with pytest.raises(TypeError, match="needs a network with a single output"):
         evaluate(embens.batch_ensemble(Two(), 3), (x, classes))
+
+
+def test_pairs_of_a_mean_and_a_log_variance_get_a_hint(x, values):
+    with pytest.raises(ValueError, match=r"use task='gaussian'\."):
+        evaluate(ensemble(2), (x, values))
+    assert evaluate(ensemble(2), (x, values), task="gaussian")["coverage"] > 0.5
+
+
+def test_rows_of_probabilities_raise_with_the_fix(x):
+    target = torch.rand(40, 3).softmax(-1)
+    with pytest.raises(ValueError, match=r"rows of class probabilities.*target\.argmax\(-1\)"):
+        evaluate(ensemble(3), (x, target))
+    assert "rmse" in evaluate(ensemble(3), (x, target), task="regression")
+
+
+@pytest.mark.parametrize("call", [predict, lambda net, x: evaluate(net, (x, x))])
+def test_a_network_that_is_no_ensemble_raises_with_the_fix(call, x):
+    with pytest.raises(TypeError, match=r"expects an ensemble; got Linear\. Embed it first"):
+        call(nn.Linear(4, 2), x)

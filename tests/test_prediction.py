@@ -177,3 +177,12 @@ class TestConformalIntervals:
             prediction.conformal_intervals(prediction, target, 0.99)
         with pytest.raises(ValueError, match="held_out must have the task"):
             prediction.conformal_intervals(Prediction(prediction.members), target)
+
+
+def test_probabilities_of_images_need_classes_on_the_last_axis():
+    outputs = torch.randn(2, 3, 4, 5, 5)  # (member, batch, class, height, width)
+    with pytest.raises(ValueError, match=r"flatten\(1, -2\) if classes are axis 2"):
+        _ = Prediction(outputs).probabilities
+    rows = Prediction(outputs.movedim(2, -1).flatten(1, -2))
+    expected = outputs.softmax(2).mean(0).movedim(1, -1).reshape(-1, 4)
+    torch.testing.assert_close(rows.probabilities, expected)

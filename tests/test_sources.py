@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from embens.sources import (
     as_tensors,
+    check_inputs,
     count_inputs,
     has_weights,
     input_batches,
@@ -179,3 +180,14 @@ def test_numeric_tables_of_pandas_become_tensors():
     assert torch.equal(y, torch.tensor([3, 4]))
     with pytest.raises(TypeError, match=r"must hold numbers.*embens\.tabular"):
         as_tensors(pandas.DataFrame({"a": ["red", "blue"]}))
+
+
+@pytest.mark.parametrize(
+    ("counts", "valid"), [((1, 1), False), ((2, 2), True), ((1, math.inf), True), (None, True)]
+)
+def test_a_wrong_number_of_inputs_raises(counts, valid):
+    if valid:
+        check_inputs("train", (X, Z), counts)
+        return
+    with pytest.raises(ValueError, match="train: the network takes 1 input, got 2"):
+        check_inputs("train", (X, Z), counts)

@@ -10,7 +10,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from reproduction.figures.compare import ONE, SEPARATE, SYSTEMS, WIDE
+from docs.reproduction.claims import count_text
+from reproduction.figures.compare import (
+    FOUR_NETWORKS,
+    ONE,
+    SEPARATE,
+    SYSTEMS,
+    TWO_NETWORKS,
+    WIDE,
+)
 from reproduction.report.page import collect
 from reproduction.storage import write_atomically
 
@@ -215,7 +223,7 @@ def compare_section(table: list[list[str]]) -> str:
     budgets = sorted({budget for _, budget in cells})
     head = ["system", "parameters", *(f"{budget} ×" for budget in budgets)]
     lines = [COMPARE, table_row(*head), table_row(*["-"] * len(head))]
-    for system in SYSTEMS:
+    for system in (*SYSTEMS, TWO_NETWORKS, FOUR_NETWORKS):
         if system not in parameters:
             continue
         texts = [compared_text(cells.get((system, budget), [])) for budget in budgets]
@@ -238,7 +246,9 @@ def row_of(figure: Figure, entry: dict[str, Any]) -> str:
     """Return the row of a figure; its claim must exist."""
     preset, label = entry["manifest"]["preset"], entry["manifest"]["label"]
     (claim,) = [claim for claim in entry["claims"] if claim["statement"] == figure.claim]
-    name = f"[{figure.name}]({figure.name}/{preset}/figure.png) ({preset}), {label}"
+    cells = count_text(entry)
+    scale = f"{preset}, {cells}" if " of " in cells else preset
+    name = f"[{figure.name}]({figure.name}/{preset}/figure.png) ({scale}), {label}"
     measured = claim["note"] or f"{claim['value']:.2f} [{claim['low']:.2f}, {claim['high']:.2f}]"
     text = f"{claim['measure']}: {measured}"
     return table_row(name, figure.statement, text, f"**{claim['verdict']}**", figure.comment)

@@ -1,9 +1,10 @@
 """One network, separate networks and members at equal compute (ours: compare).
 
 The compute of training is 1, 2, 4 or 8 times that of one network. One network spends it on more
-epochs or more width, separate networks on their number, members on their number and on epochs. The
-learning rate of each family was chosen once by validation log loss. The last fifth of the classes
-is left out of training and serves as unknown inputs. Temperatures are chosen on validation samples.
+epochs or more width, separate networks on their number, two or four networks on epochs, and members
+on their number and on epochs. The learning rate of each family was chosen once by validation log
+loss. The last fifth of the classes is left out of training and serves as unknown inputs.
+Temperatures are chosen on validation samples.
 
 With ``batch="same"`` a pass of M members costs M networks, so that they are trained for 1/M of the
 epochs. With ``batch="split"`` every sample goes to one member, and a pass costs one network.
@@ -28,10 +29,12 @@ from reproduction.baselines import with_validation
 from reproduction.claims import Claim
 from reproduction.drawing import (
     BLACK,
+    BLUE,
     BROWN,
     GREY,
     ORANGE,
     PINK,
+    PURPLE,
     RED,
     Curve,
     Figure,
@@ -49,6 +52,7 @@ from reproduction.training import Training, outputs_of, score, train
 
 # Names without commas, so that ``--only`` can list them.
 ONE, WIDE, SEPARATE = "one network", "one wider network", "separate networks"
+TWO_NETWORKS, FOUR_NETWORKS = "two networks", "four networks"
 LOW_RANK, LAST_LAYER, NORMAL = "low rank M=4", "last layer M=8", "normal M=4"
 SIGNS = ("signs M=2", "signs M=4", "signs M=8")
 SPLIT = ("signs M=2 split", "signs M=4 split", "signs M=8 split")
@@ -102,6 +106,7 @@ ALWAYS = [name for name in SYSTEMS if name not in (WIDE, SEPARATE)]
 BUDGETS = {"quick": (1, 2, 4), "cpu": (1, 2, 4, 8), "paper": (1, 2, 4, 8)}
 # With the compute of one network, a wider network and separate networks are one network.
 LARGER_BUDGETS = {preset: budgets[1:] for preset, budgets in BUDGETS.items()}
+LARGEST_BUDGETS = {preset: budgets[2:] for preset, budgets in BUDGETS.items()}
 CHANGES = {
     "quick": {"train": 500, "epochs": 10, "lr": 0.048},
     "cpu": {
@@ -120,6 +125,8 @@ POOLED = True
 SWEEP = [
     sweep(system=ALWAYS, budget=BUDGETS),
     sweep(system=[WIDE, SEPARATE], budget=LARGER_BUDGETS),
+    sweep("few-networks", system=TWO_NETWORKS, budget=LARGER_BUDGETS),
+    sweep("few-networks", system=FOUR_NETWORKS, budget=LARGEST_BUDGETS),
 ]
 
 
@@ -274,6 +281,11 @@ def advantage(rows: Rows, column: str, system: str, other: str) -> float:
     return statistics.fmean(differences)
 
 
+def gain_of_longer_training(rows: Rows) -> float:
+    """Return the scaled log loss of two networks minus that of more, over budgets ≥ 4."""
+    return advantage(rows.between("budget", low=4), "scaled_nll", TWO_NETWORKS, SEPARATE)
+
+
 def too_many_members(rows: Rows) -> float:
     """Return the log loss of M=8 minus that of M=2 with the smallest budget."""
     smallest = rows.first("budget")
@@ -327,6 +339,19 @@ CLAIMS = [
         paper="as if trained independently",
     ),
     Claim(
+        statement="two members are as good as two networks, to 0.01 nats after scaling",
+        measure=f"log loss after scaling: {OVER_BUDGETS}",
+        statistic=partial(advantage, column="scaled_nll", system=TWO, other=TWO_NETWORKS),
+        below=0.01,
+        paper="as if trained independently",
+    ),
+    Claim(
+        statement="two networks trained longer are better than more networks",
+        measure="log loss after scaling: difference at equal compute, mean over budgets ≥ 4",
+        statistic=gain_of_longer_training,
+        below=0.0,
+    ),
+    Claim(
         statement="four members drawn from signs have a lower log loss than from N(0, 1)",
         measure=f"log loss: {OVER_BUDGETS}",
         statistic=partial(advantage, column="nll", system=SIGNS[1], other=NORMAL),
@@ -374,6 +399,7 @@ def colours_of_systems() -> dict[str, str]:
     colours = {ONE: BLACK, WIDE: BROWN, SEPARATE: GREY}
     colours.update(shades(SIGNS, "viridis"))
     colours.update(zip(SPLIT, shades(SIGNS, "viridis").values(), strict=True))
+    colours.update({TWO_NETWORKS: BLUE, FOUR_NETWORKS: PURPLE})
     colours.update({LOW_RANK: RED, LAST_LAYER: PINK, NORMAL: ORANGE})
     return colours
 
@@ -412,6 +438,8 @@ SUMMARY = {
     "scaled_nll": ("after scaling", 1.0, ""),
 }
 """Columns of the summary: text, factor and unit of the difference in the title."""
+SUMMARISED = (ONE, SEPARATE, TWO_NETWORKS, *SIGNS[:2], NORMAL)
+"""Systems of the summary."""
 
 
 def difference_text(rows: Rows, column: str) -> str:
@@ -429,7 +457,7 @@ def difference_text(rows: Rows, column: str) -> str:
 def summary(table: Frame) -> Figure:
     """Return the small picture of the README: accuracy and log loss of the main systems."""
     colours = colours_of_systems()
-    shown = {name: colours[name] for name in (ONE, SEPARATE, *SIGNS[:2], NORMAL)}
+    shown = {name: colours[name] for name in SUMMARISED}
     draw = partial(curves, table, "budget", by="system", colours=shown)
     titles = {}
     for column, (text, _, _) in SUMMARY.items():

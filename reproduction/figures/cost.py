@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from embens import EmbeddedEnsemble, independent, last_layer_dropout, laws, mc_dropout
 from reproduction.claims import Claim, slope
-from reproduction.drawing import BLUE, GREEN, GREY, RED, Figure, curves, panels
+from reproduction.drawing import BLUE, GREEN, GREY, RED, Figure, curves, panels, state
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.grid.settings import PRESETS, count_parameters
 from reproduction.rows import Frame, Rows, where
@@ -210,10 +210,26 @@ CLAIMS = [
 def plot(table: Frame) -> Figure:
     """Return a panel for each ratio."""
     draw = partial(curves, table, "members", by="family", colours=COLOURS, ends="not timed beyond")
-    titles = {
-        "step": "training step: is last-layer dropout free?",
-        "inference": "inference, relative to one network",
-        "parameters": "parameters: all but separate networks share",
-        "memory": "memory in training, relative to one network",
+    texts = {
+        "step": "training step",
+        "inference": "inference",
+        "parameters": "parameters",
+        "memory": "memory in training",
     }
-    return Figure(panels(draw, titles, y_log=10))
+    titles = {}
+    for column, text in texts.items():
+        titles[column] = state(partial(ratio_text, Rows(table), column, text), text)
+    drawn = []
+    for panel in panels(draw, titles, y_log=10):
+        drawn.append(replace(panel, y_label="ratio to one network"))
+    return Figure(drawn)
+
+
+def ratio_text(rows: Rows, column: str, text: str) -> str:
+    """Return a title with the ratios of the two families that share layers, at their largest M."""
+    ratios = []
+    for family in (LAST_LAYER, BATCH_ENSEMBLE):
+        largest = rows.where(family=family).last("members")
+        members = int(largest.mean("members"))
+        ratios.append(f"{family} {largest.mean(column):.2f} × at M={members}")
+    return f"{text}: {', '.join(ratios)}"

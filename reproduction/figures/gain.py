@@ -15,7 +15,7 @@ from embens import embed, laws
 from reproduction import baselines
 from reproduction.baselines import baseline_rows, ensemble_rows
 from reproduction.claims import Claim, difference
-from reproduction.drawing import GREY, Figure, Panel, curves, panels, shades
+from reproduction.drawing import GREY, Figure, Panel, curves, panels, shades, state
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.grid.settings import SIGNS, of_preset
 from reproduction.rows import Frame, Rows, where
@@ -51,6 +51,12 @@ def ratio_of_parameters(rows: Rows) -> float:
     return eight_members(rows).mean("parameters") / one_network(rows).mean("parameters")
 
 
+def over_one(rows: Rows, column: str) -> float:
+    """Return a column of eight members minus that of one network."""
+    return eight_members(rows).mean(column) - one_network(rows).mean(column)
+
+
+COMPARED = "for eight members (p=0) against one network"
 CLAIMS = [
     *baselines.claims(eight_members),
     Claim(
@@ -89,10 +95,17 @@ def plot(table: Frame) -> Figure:
         label="inside one network, p={}",
         colours=shades(table["p"].dropna()),
     )
+    rows = Rows(table)
     titles = {
-        "accuracy": "accuracy: different members add up",
-        "nll": "log loss: lower is better",
-        "correlation": "correlation: low at p=0, high at p=1",
+        "accuracy": state(
+            lambda: f"accuracy: {100 * over_one(rows, 'accuracy'):+.1f} points {COMPARED}",
+            "accuracy",
+        ),
+        "nll": state(lambda: f"log loss: {over_one(rows, 'nll'):+.2f} {COMPARED}", "log loss"),
+        "correlation": state(
+            lambda: f"correlation {eight_members(rows).mean('correlation'):.2f} at p=0, M=8",
+            "correlation",
+        ),
     }
     width = float(table["width"].max())
     against_members = panels(
@@ -102,7 +115,11 @@ def plot(table: Frame) -> Figure:
         *draw("size", "nll"),
         *curves(separate, "size", "nll", label=baselines.SEPARATE, colours=GREY, style="dash"),
     ]
+    size_text = state(
+        lambda: f"eight members: {ratio_of_parameters(rows):.2f} × the parameters of one network",
+        "parameters",
+    )
     cost_panel = Panel(
-        "cost of each", "parameters, relative to one network", "log loss, test", against_size
+        size_text, "parameters, relative to one network", "log loss, test", against_size
     )
     return Figure([*against_members, cost_panel])

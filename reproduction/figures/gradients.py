@@ -235,7 +235,7 @@ def plot(table: Frame) -> Figure:
         rows = table[table["kind"] == kind].rename(columns={f"cos_{part}": part for part in PARTS})
         rows = rows.melt(["width", "seed"], list(PARTS), "part", "cos")
         by_part = curves(rows, "width", "cos", by="part", colours=PARTS)
-        marks = []
+        marks = [Mark("paper: constant", exponent=0.0)]
         if kind == "centred":
             marks = [Mark("paper: 1/width", exponent=-1.0)]
         title = f"{kind}: {exponent}"
@@ -251,11 +251,20 @@ def exponent_text(rows: Rows, kind: str) -> str:
     return f"|cos| ∝ width^{total:.2f}, inner layers {inner:.2f}"
 
 
+def _histogram_limits(table: Frame) -> tuple[float, float]:
+    """Return the decades that contain all norms at the width of the histograms."""
+    norms = table.loc[table["width"] == 1.0, "norm"].dropna()
+    if not len(norms):
+        return -4.0, 3.0
+    return math.floor(math.log10(norms.min())), math.ceil(math.log10(norms.max()))
+
+
 def _histogram(table: Frame, kind: str, colour: str) -> Curve:
     import numpy
 
     rows = table[(table["kind"] == kind) & (table["width"] == 1.0)]
-    counts, edges = numpy.histogram(numpy.log10(rows["norm"]), bins=30, range=(-4, 3))
+    limits = _histogram_limits(table)
+    counts, edges = numpy.histogram(numpy.log10(rows["norm"]), bins=30, range=limits)
     centres = (edges[1:] + edges[:-1]) / 2
     fractions = counts / max(1, len(rows))
     return Curve(

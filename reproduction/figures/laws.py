@@ -19,7 +19,7 @@ from embens.theory import effective_width, regime
 from reproduction import baselines
 from reproduction.baselines import baseline_rows
 from reproduction.claims import Claim, difference
-from reproduction.drawing import BLACK, BROWN, GREY, Curve, Figure, curves, panels, shades
+from reproduction.drawing import BLACK, BROWN, GREY, Curve, Figure, curves, panels, shades, state
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.grid.settings import MODULATIONS, load_data, of_preset
 from reproduction.rows import Frame, Rows, fit_slope, where
@@ -162,6 +162,19 @@ CLAIMS = [
 ]
 
 
+def best_law(rows: Rows, column: str, sites: str) -> str:
+    """Return the law of the best mean at the largest width, of all members at some sites."""
+    members = rows.where(sites=sites).last("width").frame
+    means = members.groupby("law")[column].mean().sort_values()
+    best = means.index[-1 if "accuracy" in column else 0]
+    return f"{best} (width {members['width'].iloc[0]:g})"
+
+
+def lowest_loss_text(rows: Rows, sites: str) -> str:
+    """Return a title with the best law of modulations at some sites alone."""
+    return f"{sites} alone: lowest loss with {best_law(rows, 'nll', sites)}"
+
+
 def plot(table: Frame) -> Figure:
     """Return the scores against width for u and v together, and the log loss for each alone."""
     colours = {ONE: BLACK, FASTER: BROWN, SEPARATE: GREY}
@@ -192,15 +205,22 @@ def plot(table: Frame) -> Figure:
             *draw_tuned(SEPARATE, members, y),
         ]
 
+    best = partial(best_law, Rows(table))
     titles = {
-        "nll": "u and v: lower is better",
-        "accuracy": "u and v: which laws gain over one network?",
-        "member_accuracy": "u and v: tails cost a member accuracy",
-        "correlation": "u and v: which members are less correlated?",
+        "nll": state(lambda: f"u and v: lowest loss with {best('nll', BOTH)}", "u and v"),
+        "accuracy": state(
+            lambda: f"u and v: most accurate with {best('accuracy', BOTH)}", "accuracy"
+        ),
+        "member_accuracy": state(
+            lambda: f"u and v: best members with {best('member_accuracy', BOTH)}", "members"
+        ),
+        "correlation": state(
+            lambda: f"u and v: least correlated with {best('correlation', BOTH)}", "correlation"
+        ),
         "effective_width": "effective width, before training",
     }
     drawn = panels(draw_both, titles, "width")
     for sites in ("u", "v"):
-        title = {"nll": f"{sites} alone: lower is better"}
-        drawn += panels(partial(draw, rows_with(sites)), title, "width")
+        text = state(partial(lowest_loss_text, Rows(table), sites), f"{sites} alone")
+        drawn += panels(partial(draw, rows_with(sites)), {"nll": text}, "width")
     return Figure(drawn)

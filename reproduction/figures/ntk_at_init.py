@@ -178,29 +178,43 @@ def exponent_text(rows: Rows) -> str:
     return f"ratio ∝ width^{exponents[0]:.2f} if centred, {exponents[1]:.2f} if shifted"
 
 
+def weight_text(rows: Rows, column: str, quantity: str) -> str:
+    """Return the exponents of the weight of others in their number as a text."""
+    exponents = []
+    for kind in SHIFTS:
+        selected = select_curve(rows, kind, "others", column)
+        exponents.append(selected.slope("others", column, log_y=True))
+    centred, shifted = exponents
+    return f"{quantity}: ∝ m^{centred:.1f} if centred (paper 1), m^{shifted:.1f} if shifted (2)"
+
+
 def plot(table: Frame) -> Figure:
     """Return the paper's three panels."""
     # Tables of earlier runs have the NTK parametrization alone.
     shown = TRAINED if (table["parametrization"] == TRAINED).any() else NTK
     ratios = []
     weights = {"nll": [], "target": []}
-    for kind, colour, colour_map in (("centred", BLUE, "winter"), ("shifted", RED, "autumn")):
+    for kind, colour, style in (("centred", BLUE, "line"), ("shifted", RED, "dash")):
         rows = table[(table["kind"] == kind) & (table["parametrization"] == shown)]
         with_limit = table[(table["kind"] == kind) & (table["parametrization"] == NTK)]
         draw = partial(curves, x="width", colours=colour)
-        ratios += draw(
-            rows[rows["others"] == 1], y="ratio", label=f"{kind}, by the measured kernel"
-        )
+        ratios += draw(rows[rows["others"] == 1], y="ratio", label=f"{kind} ÷ measured kernel")
         ratios += draw(
             with_limit[with_limit["others"] == 1],
             y="ratio_to_limit",
-            label=f"{kind}, NTK parametrization, by the limit",
+            label=f"{kind} ÷ limit (NTK param.)",
             style="dash",
         )
-        colours = shades(rows["width"], colour_map)
+        colours = shades(rows["width"])
         for column, drawn in weights.items():
             drawn += curves(
-                rows, "others", column, by="width", label=f"{kind} ×{{}}", colours=colours
+                rows,
+                "others",
+                column,
+                by="width",
+                label=f"{kind}, width ×{{}}",
+                colours=colours,
+                style=style,
             )
     exponent = state(partial(exponent_text, Rows(table)), "cross over same")
     ratio_panel = Panel(
@@ -214,7 +228,7 @@ def plot(table: Frame) -> Figure:
     )
     drawn_panels = [ratio_panel]
     for column, quantity in (("nll", "loss"), ("target", "target output")):
-        title = f"{quantity}: as m if centred, as m² if shifted"
+        title = state(partial(weight_text, Rows(table), column, quantity), quantity)
         panel = Panel(title, "other members m", "weight of others", weights[column], 10, 10)
         drawn_panels.append(panel)
     return Figure(drawn_panels, columns=3)

@@ -13,7 +13,7 @@ from functools import partial
 from statistics import fmean
 
 from reproduction.claims import Claim, difference
-from reproduction.drawing import BLUE, LABELS, RED, Figure, Panel, curves
+from reproduction.drawing import BLUE, LABELS, RED, Figure, Panel, curves, guessing, state
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.grid.settings import MODULATIONS
 from reproduction.rows import Frame, MissingCellsError, Rows
@@ -100,6 +100,15 @@ CLAIMS = [
 ]
 
 
+def final_text(rows: Rows) -> str:
+    """Return a title with the final accuracies of the ensembles at their best rates."""
+    accuracies = []
+    for name in COLOURS:
+        accuracy = at_best_rate(rows, name).mean("final_accuracy")
+        accuracies.append(f"{name} {100 * accuracy:.1f} %")
+    return f"ensembles in the end: {', '.join(accuracies)}"
+
+
 def plot(table: Frame) -> Figure:
     """Return loss and accuracy against epochs at the best rates, and accuracy against rates."""
     import pandas
@@ -116,14 +125,27 @@ def plot(table: Frame) -> Figure:
         colours=COLOURS,
         style="dash",
     )
+    rows = Rows(table)
+    loss_title = state(
+        lambda: f"early loss of NTK ÷ standard: {math.exp(advantage_of_standard(rows)):.2f}",
+        "training loss",
+    )
     loss_panel = Panel(
-        "which learns faster?", "epoch", "mean member loss, train", draw("loss"), y_log=10
+        loss_title,
+        "epoch",
+        "mean member loss, train",
+        draw("loss"),
+        y_log=10,
+        marks=guessing(table),
     )
+    accuracy_title = state(partial(final_text, rows), "member accuracy")
     accuracy_panel = Panel(
-        "which is better in the end?", "epoch", LABELS["member_accuracy"], draw("member_accuracy")
+        accuracy_title, "epoch", LABELS["member_accuracy"], draw("member_accuracy")
     )
+    best_rates = {name: at_best_rate(rows, name).mean("factor") for name in names}
+    rate_text = ", ".join(f"{name} {factor:g} ×" for name, factor in best_rates.items())
     rate_panel = Panel(
-        "the best rates",
+        f"best rate: {rate_text}",
         "rate relative to the preset's",
         LABELS["accuracy"],
         against_rates,

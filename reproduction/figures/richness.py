@@ -23,7 +23,7 @@ from embens import EmbeddedEnsemble, embed, independent, laws, metrics
 from embens.finite import ntk
 from reproduction.claims import Claim
 from reproduction.datasets import DataSet
-from reproduction.drawing import Figure, Panel, curves, shades
+from reproduction.drawing import Figure, Panel, curves, shades, state
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.grid.settings import load_data, of_preset
 from reproduction.rows import Frame, MissingCellsError, Rows
@@ -263,15 +263,21 @@ CLAIMS = [
 ]
 
 
+def rich_to_lazy(rows: Rows, column: str) -> str:
+    """Return a title with the mean of a column at p ≥ 0.9, at the richest and laziest scale."""
+    coupled = rows.between("p", 0.9)
+    rich, lazy = (part.mean(column) for part in (coupled.first("scale"), coupled.last("scale")))
+    return f"{column}, p ≥ 0.9: {rich:.2f} if rich, {lazy:.2f} if lazy"
+
+
 def plot(table: Frame) -> Figure:
     """Return collective part and change of features against p, a column for each width."""
     smallest_loss = Rows(with_collective_part(Rows(table))).first("loss").frame
     draw = partial(curves, x="p", by="scale", label="α={}", colours=shades(table["scale"]))
     drawn = []
-    for column, text, label in (
-        ("c", "are rich members more similar?", "collective part c"),
-        ("change", "lazy features do not change", "change of features"),
-    ):
+    for column, label in (("c", "collective part c"), ("change", "change of features")):
         for width, rows in smallest_loss.groupby("width"):
-            drawn.append(Panel(f"{text} (×{width:g})", "shift p", label, draw(rows, y=column)))
+            title = state(partial(rich_to_lazy, Rows(rows), column), label)
+            title = f"×{width:g}, {title}"
+            drawn.append(Panel(title, "shift p", label, draw(rows, y=column)))
     return Figure(drawn, columns=max(1, smallest_loss["width"].nunique()))

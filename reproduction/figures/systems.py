@@ -245,7 +245,7 @@ def plot(table: Frame) -> Figure:
                 )
                 points.append(curve)
             panel = Panel(
-                f"best for its {cost}{images}",
+                f"loss{images} against {cost}, lowest: {means[column].idxmin()}",
                 f"{cost}, relative to one network",
                 f"log loss{images}",
                 [*points, pareto_front(points)],

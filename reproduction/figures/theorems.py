@@ -21,7 +21,7 @@ from embens import EmbeddedEnsemble, embed, laws, networks
 from embens.finite import nngp, ntk, ntk_drift
 from embens.theory import gradient_descent, kernels
 from reproduction.claims import Claim, difference, slope
-from reproduction.drawing import GREY, PALETTE, Figure, Panel, curves, panels, shades
+from reproduction.drawing import GREY, PALETTE, Figure, Panel, curves, panels, shades, state
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.grid.settings import load_data
 from reproduction.rows import Frame, Rows, Selection, where
@@ -377,6 +377,28 @@ CLAIMS = [
 ]
 
 
+TRAINED = {"drift": "A3: change of the kernel", "prediction_error": "error of the limit"}
+"""Quantities of trained networks, in words."""
+
+
+def exponent_text(rows: Rows, column: str, text: str) -> str:
+    """Return a title with the exponent of an error in the width, for centred modulations."""
+    return f"{text}: error ∝ width^{slope_text(rows.where(case='centred'), column)} (centred)"
+
+
+def slope_text(rows: Rows, column: str) -> str:
+    """Return the exponent of a column in the width; of trained networks, at the last step."""
+    if column in TRAINED:
+        rows = last_step(rows)
+    return f"{rows.slope('units', column, log_y=True):.2f}"
+
+
+def target_text(rows: Rows) -> str:
+    """Return a title with the fractions of the target class at the start and the end."""
+    early, late = (rows.where(stage=stage).mean("target_part") for stage in (0.0, 1.0))
+    return f"target class: {early:.2f} of the change of the loss at first, {late:.2f} late"
+
+
 def plot(table: Frame) -> Figure:
     """Return errors, coupling, kurtosis, drift and predictions against width."""
     colours: dict[str, str] = dict(zip(LAWS, PALETTE, strict=False))
@@ -384,26 +406,30 @@ def plot(table: Frame) -> Figure:
     by_step = partial(curves, table, "units", by="step", label="step {}", colours=shades(STEPS))
     drawn = []
     for column, text in KERNEL_ERRORS.items():
-        title = f"{text}: near its limit"
+        title = state(partial(exponent_text, Rows(table), column, text), text)
         error = "relative mean squared error"
         drawn.append(Panel(title, "units", error, by_case(column), x_log=10, y_log=10))
     coupling = [
         *by_case("ntk_coupling"),
         *by_case("ntk_coupling_limit", label="{}, limit", style="dash"),
     ]
-    drawn.append(Panel("zero only if u^L is centred", "units", "cross/same", coupling, x_log=10))
-    kurtosis = {"kurtosis": "outputs become Gaussian (A1)"}
+    drawn.append(
+        Panel("coupling: zero only if u^L is centred", "units", "cross/same", coupling, x_log=10)
+    )
+    exponent = partial(slope_text, Rows(table), "kurtosis")
+    title = state(lambda: f"A1: excess kurtosis of outputs ∝ width^{exponent()}", "A1: kurtosis")
+    kurtosis = {"kurtosis": title}
     drawn += panels(by_case, kurtosis, "units", x_log=10, y_log=10)
-    training = {
-        "drift": "the kernel changes less at larger width (A3)",
-        "prediction_error": "the limit predicts trained outputs",
-    }
+    training = {}
+    for column, text in TRAINED.items():
+        title = state(partial(slope_text, Rows(table), column), "")
+        training[column] = f"{text} ∝ width^{title}" if title else text
     drawn += panels(by_step, training, "units", x_log=10, y_log=10)
     stages = curves(table, "stage", "target_part", label="target class", colours=GREY)
     drawn.append(
         Panel(
-            "do target classes matter more late?",
-            "0: start, 1: end",
+            state(partial(target_text, Rows(table)), "part of the target class"),
+            "start (0) and end (1) of training",
             "fraction of the change of the loss",
             stages,
         )

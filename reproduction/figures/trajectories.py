@@ -15,7 +15,7 @@ from statistics import fmean
 
 from embens import embed
 from reproduction.claims import Claim
-from reproduction.drawing import Figure, curves, panels, shades, state
+from reproduction.drawing import Figure, curves, guessing, panels, shades, state
 from reproduction.grid import cells
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.rows import Frame, MissingCellsError, Rows, fit_slope
@@ -131,7 +131,7 @@ def title_of_scheme(rows: Rows, column: str, scheme: str) -> str:
     def accuracy_text() -> str:
         final = rows.last("epoch")
         change = 100 * final.slope("members", "member_accuracy")
-        return f"{scheme}: in the end members change by {change:+.1f} % per doubling"
+        return f"{scheme}: members {change:+.1f} % per doubling of M"
 
     if column == "loss":
         return state(slowdown_text, f"{scheme}: training loss")
@@ -142,7 +142,8 @@ def plot(table: Frame) -> Figure:
     """Return the paper's three panels, and the same for test accuracy."""
     colours = shades(table["members"])
     narrow, wide = table["width"].min(), table["width"].max()
-    schemes = (("1", narrow), ("M", narrow), ("M", wide))
+    # An unfinished run can have one width only.
+    schemes = dict.fromkeys([("1", narrow), ("M", narrow), ("M", wide)])
     drawn = []
     for column, y_log in (("loss", 10), ("member_accuracy", 0)):
         for gamma, width in schemes:
@@ -157,5 +158,6 @@ def plot(table: Frame) -> Figure:
                 ends="diverged",
             )
             title = title_of_scheme(Rows(selected), column, f"γ={gamma}, width ×{width:g}")
-            drawn += panels(draw, {column: title}, "epoch", x_log=10, y_log=y_log)
+            marks = {"loss": guessing(table)}
+            drawn += panels(draw, {column: title}, "epoch", x_log=10, y_log=y_log, marks=marks)
     return Figure(drawn, columns=3)

@@ -55,7 +55,10 @@ def advantage_at_equal_size(rows: Rows) -> float:
     """
     import numpy
 
-    groups = baseline_rows(rows).frame.groupby(["width", "members"])
+    separate = baseline_rows(rows).frame
+    if not len(separate):
+        raise MissingCellsError("cells of the baselines")
+    groups = separate.groupby(["width", "members"])
     means = groups[["parameters", "accuracy"]].mean().sort_values("parameters", kind="stable")
     best_so_far = means["accuracy"].cummax().shift(fill_value=-math.inf)
     envelope = means[means["accuracy"] > best_so_far]
@@ -80,10 +83,10 @@ def best_members(rows: Rows) -> str:
     return "best M: " + ", ".join(texts)
 
 
-def fall_of(rows: Rows) -> float:
-    """Return by how many percent member accuracy falls from the smallest to the largest M."""
+def change_of(rows: Rows) -> float:
+    """Return the change of member accuracy from the smallest to the largest M, in percent."""
     _, accuracies = rows.curve("members", "member_accuracy")
-    return 100 * (accuracies[0] - accuracies[-1])
+    return 100 * (accuracies[-1] - accuracies[0])
 
 
 CLAIMS = [
@@ -133,8 +136,8 @@ def plot(table: Frame) -> Figure:
         "accuracy": state(lambda: f"(a) {best_members(rows)}", "(a) ensemble accuracy"),
         "member_accuracy": state(
             lambda: (
-                f"(b) members lose {fall_of(rows.first('width')):.1f} % at the smallest "
-                f"width, {fall_of(rows.last('width')):.1f} % at the largest"
+                f"(b) members {change_of(rows.first('width')):+.1f} % at the smallest "
+                f"width, {change_of(rows.last('width')):+.1f} % at the largest"
             ),
             "(b) member accuracy",
         ),

@@ -30,6 +30,8 @@ MEMBERS = {
 SEEDS = {"quick": 5, "cpu": 3, "gpu": 1, "paper": 3}
 TUNINGS = ("tuning", "compare-rates")
 """Experiments that choose learning rates on validation data; they have no published figure."""
+PARTS = ("baselines", "few-networks")
+"""Modules that only measure cells which experiments sweep."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,12 @@ def cells_of(name: str, setting: Setting, seeds: Iterable[int] | None = None) ->
     return [cell.with_values(seed=seed) for seed in seeds for cell in swept]
 
 
+def measured_by(name: str) -> list[str]:
+    """Return the names under which the cells of an experiment are measured, its name first."""
+    names = {cell.experiment for cell in cells_of(name, Setting(), [0])}
+    return [name, *sorted(names - {name})]
+
+
 def pooled_axes(name: str) -> tuple[str, ...]:
     """Return the axes of an experiment that pools residuals, without the seed; else nothing."""
     experiment = load_experiment(name)
@@ -203,9 +211,9 @@ def training_cost(cell: Cell) -> float:
 
 
 def load_experiment(name: str) -> ModuleType:
-    """Return the module of an experiment, of the baselines, or of a tuning."""
+    """Return the module of an experiment, of a tuning, or of a part of experiments."""
     module = name.replace("-", "_")
-    if name in ("baselines", *TUNINGS):
+    if name in (*PARTS, *TUNINGS):
         return importlib.import_module(f"reproduction.{module}")
     return importlib.import_module(f"reproduction.figures.{module}")
 

@@ -8,6 +8,7 @@ the present code and setting; other results stay in the folder but not in the ta
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import subprocess
@@ -15,18 +16,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from reproduction.canvas import draw
 from reproduction.claims import Judgement, judge, to_plain
-from reproduction.drawing import draw
-from reproduction.grid.cells import Cell, cells_of, describe, load_experiment, pooled_axes
+from reproduction.drawing import Figure, complete
+from reproduction.grid.cells import (
+    Cell,
+    cells_of,
+    describe,
+    load_experiment,
+    measured_by,
+    pooled_axes,
+)
 from reproduction.grid.keys import code_version, key_of, setting_to_json
 from reproduction.grid.published import borrowed_records, identity_of, published_records
 from reproduction.grid.runs import Record
 from reproduction.grid.settings import Setting
-from reproduction.rows import Frame
+from reproduction.rows import Frame, MissingCellsError
 from reproduction.storage import checksum, finish_writing, newest, seal, unseal, write_together
 
 EARLIER = "earlier"
@@ -161,7 +171,7 @@ def make_table(results: Results, name: str, setting: Setting) -> Frame:
 
 
 def current_records(results: Results, name: str, setting: Setting) -> list[Record]:
-    """Return the records of the present code and setting, those of the baselines last.
+    """Return the records of the present code and setting, those of other modules' cells last.
 
     Args:
         results: Results of the experiment.
@@ -173,22 +183,18 @@ def current_records(results: Results, name: str, setting: Setting) -> list[Recor
     """
     settings = {cell.setting for cell in cells_of(name, setting, [0])}
     wanted_settings = [setting_to_json(each) for each in settings]
-    experiment_records, baseline_records = [], []
-    for record in results.records.values():
-        if not {"cell", "seconds"} <= record.keys():
-            continue
-        if record["cell"]["setting"] not in wanted_settings:
-            continue
-        if record.get("code") == code_version(name):
-            experiment_records.append(record)
-        elif record.get("code") == code_version("baselines"):
-            baseline_records.append(record)
-    return experiment_records + baseline_records
+    records = []
+    for measuring in measured_by(name):
+        for record in results.records.values():
+            is_complete = {"cell", "seconds"} <= record.keys()
+            if is_complete and record.get("code") == code_version(measuring):
+                records.append(record)
+    return [record for record in records if record["cell"]["setting"] in wanted_settings]
 
 
 def count_outdated(results: Results, name: str) -> int:
     """Return the number of results of other code, or of other versions of embens or torch."""
-    current = {code_version(name), code_version("baselines")}
+    current = {code_version(measuring) for measuring in measured_by(name)}
     return sum(record.get("code") not in current for record in results.records.values())
 
 
@@ -251,10 +257,11 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
     experiment = load_experiment(manifest["experiment"])
     description = describe(experiment.__doc__)
     judgements = judge(experiment.CLAIMS, table, pooled_axes(manifest["experiment"]))
+    table.attrs["guessing"] = math.log(count_classes(manifest["setting"]))
     title = description["title"]
     if manifest["preset"] in _NOTES:
         title += f" ({_NOTES[manifest['preset']]})"
-    figure = dataclasses.replace(experiment.plot(table), title=title)
+    figure = dataclasses.replace(make_figure(experiment, table), title=title)
     texts = {
         "table.csv": csv,
         "claims.json": json.dumps([judgement.to_dict() for judgement in judgements], indent=1),
@@ -268,6 +275,21 @@ def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str)
         pictures["summary.png"] = partial(draw, experiment.summary(table))
     write_together(folder, {**texts, **pictures})
     return judgements
+
+
+def make_figure(experiment: ModuleType, table: Frame) -> Figure:
+    """Return the figure of a table; it has no panels if an unfinished run lacks their cells."""
+    try:
+        return complete(experiment.plot(table))
+    except MissingCellsError:
+        return Figure([])
+
+
+def count_classes(setting: dict[str, Any]) -> int:
+    """Return the number of classes of a setting in a manifest."""
+    if setting["data"] == "digits":
+        return 10
+    return 20 if setting["labels"] == "coarse" else 100
 
 
 def origin() -> dict[str, Any]:

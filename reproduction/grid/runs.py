@@ -132,8 +132,8 @@ def select(cells: Sequence[Cell], **wanted: Sequence[Any]) -> list[Cell]:
         ValueError: If an axis is not swept, or no cell has a wanted value.
     """
     name = cells[0].experiment
-    selected = [cell for cell in cells if cell.experiment == name]
-    baselines = [cell for cell in cells if cell.experiment != name]
+    selected = [cell for cell in cells if cell.experiment != "baselines"]
+    baselines = [cell for cell in cells if cell.experiment == "baselines"]
     for axis, values in wanted.items():
         axes = selected[0].values
         if axis not in axes:

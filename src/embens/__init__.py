@@ -16,7 +16,8 @@ from embens.families import (
     mc_dropout,
 )
 from embens.inference import predict
-from embens.optim import gaussian_nll, objective
+from embens.losses import gaussian_nll
+from embens.optim import objective
 from embens.prediction import Prediction
 from embens.sites import register_layer
 

@@ -6,29 +6,27 @@ Candidates are compared with the first one, row by row of the test data (:mod:`e
 from __future__ import annotations
 
 import copy
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from embens import checks, metrics, uncertainty
+from embens import checks, metrics, mixtures, uncertainty
 from embens.differences import Comparison, paired_differences
 from embens.ensemble import EmbeddedEnsemble
-from embens.evaluation import classification_scores, match_shape, run_labelled
+from embens.evaluation import classification_scores, infer_task, match_shape, run_labelled
 from embens.families import independent
-from embens.optim import logits_of
-from embens.training import Checkpoint, Divergence, fit
+from embens.logits import log_mean_probability
+from embens.losses import Criterion, gaussian_nll, ignored_label, logits_of
+from embens.prediction import Prediction, Task
+from embens.training import Checkpoint, Divergence, History, fit
 from embens.training.batches import batches_of, map_tensors
-
-if TYPE_CHECKING:
-    pass
 
 Candidate = nn.Module | Callable[[], nn.Module]
 
@@ -73,7 +71,8 @@ def compare(
     Returns:
         Scores and costs, and paired differences to the first candidate with intervals. For
         classification the metrics are ``accuracy``, ``nll``, ``calibrated_nll`` (after temperature
-        scaling) and ``brier``; for regression ``squared_error``. Costs are ``parameters``,
+        scaling) and ``brier``; for regression ``squared_error``, and with
+        ``criterion=embens.gaussian_nll`` also ``nll`` and ``crps``. Costs are ``parameters``,
         ``training_seconds`` (at the chosen learning rate), ``inference_seconds`` (of the test data)
         and ``epochs``.
 
@@ -101,7 +100,7 @@ def compare(
     rates = _check_arguments(candidates, epochs, lr, seeds, budget)
     data = {"train": train, "validation": validation, "test": test}
     for name, candidate in candidates.items():
-        _check_candidate(name, _build(candidate, seed=0), data)
+        _check_candidate(name, _build(candidate, seed=0), data, options.get("criterion"))
     epochs_of = dict.fromkeys(candidates, epochs)
     if budget == "compute":
         epochs_of = _equal_compute(candidates, train, epochs)
@@ -159,14 +158,16 @@ def _keep_weights(module: nn.Module) -> None:
     """Leave the weights of the only member as they are in the user's network."""
 
 
-def _check_candidate(name: str, ensemble: EmbeddedEnsemble, data: dict[str, Any]) -> None:
+def _check_candidate(
+    name: str, ensemble: EmbeddedEnsemble, data: dict[str, Any], criterion: Criterion | None
+) -> None:
     """Evaluate one batch of the validation and test data, so that no training is in vain."""
     for part in ("validation", "test"):
         batch = next(iter(batches_of(data[part], 2, seed=None, name=part).epoch(0)))
         try:
             rows = iter([(*_as_tuple(batch.inputs), batch.target)])
             outputs, target = run_labelled(ensemble, rows)
-            _row_values(outputs, target, temperature=1.0)
+            _row_values(outputs, target, criterion)
         except (TypeError, ValueError, RuntimeError) as error:
             error.add_note(f"The candidate is {name!r}, evaluated on the {part} data.")
             raise
@@ -264,16 +265,21 @@ class _Trainer:
             callbacks=callbacks,
             **options,
         )
+        return self.score(ensemble, history, lr, seed)
+
+    def score(self, ensemble: EmbeddedEnsemble, history: History, lr: float, seed: int) -> _Run:
+        """Score a trained ensemble; validation data choose the temperature."""
+        criterion = self.options.get("criterion")
         held_out, held_out_target = _predict(ensemble, self.data["validation"], seed)
         temperature = 1.0
         if not held_out_target.is_floating_point():
             temperature = uncertainty.best_temperature(held_out, held_out_target)
-        validation_values = _row_values(held_out, held_out_target, temperature=1.0)
+        validation_values = _row_values(held_out, held_out_target, criterion)
         loss_name = "nll" if "nll" in validation_values else "squared_error"
         started = time.perf_counter()
         outputs, target = _predict(ensemble, self.data["test"], seed)
         inference_seconds = time.perf_counter() - started
-        values = _row_values(outputs, target, temperature)
+        values = _row_values(outputs, target, criterion, temperature)
         scores = {name: float(value.mean()) for name, value in values.items()}
         if not target.is_floating_point():
             scores = {**scores, **classification_scores(outputs, target)}
@@ -295,13 +301,21 @@ def _predict(ensemble: EmbeddedEnsemble, data: Any, seed: int) -> tuple[Tensor, 
     return outputs.cpu(), target.cpu()
 
 
-def _row_values(outputs: Tensor, target: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Return the metrics of each row ``(row,)``, in double precision."""
+def _row_values(
+    outputs: Tensor, target: Tensor, criterion: Criterion | None, temperature: float = 1.0
+) -> dict[str, Tensor]:
+    """Return the metrics of each row ``(row,)``, in double precision.
+
+    Args:
+        outputs: outputs of all members ``(member, row, …)``.
+        target: classes or values ``(row, …)``.
+        criterion: of the training; None: the default.
+        temperature: divides the logits for ``calibrated_nll``.
+    """
     outputs = outputs.double()
-    if target.is_floating_point():
-        mean = outputs.mean(0)
-        errors = (mean - match_shape(target, mean).to(mean)).square()
-        return {"squared_error": errors.reshape(len(errors), -1).mean(1)}
+    task = _task_of(criterion, outputs, target)
+    if task != "classification":
+        return _regression_values(Prediction(outputs, task), target)
     metrics.nll(outputs, target)  # checks shapes and labels
     target = target.to(outputs.device)
     is_correct = outputs.mean(0).argmax(-1) == target
@@ -315,10 +329,30 @@ def _row_values(outputs: Tensor, target: Tensor, temperature: float) -> dict[str
     }
 
 
+def _task_of(criterion: Criterion | None, outputs: Tensor, target: Tensor) -> Task:
+    """Return the task that a criterion and a target imply."""
+    if getattr(criterion, "func", criterion) is gaussian_nll:
+        return "gaussian"
+    is_cross_entropy = ignored_label(criterion) is not None
+    if target.is_floating_point() and criterion is not None and not is_cross_entropy:
+        return "regression"
+    return infer_task(outputs, target)
+
+
+def _regression_values(prediction: Prediction, target: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of each row of a regression ``(row,)``."""
+    target = match_shape(target, prediction.mean).to(prediction.mean)
+    values = {"squared_error": (prediction.mean - target).square()}
+    if prediction.task == "gaussian":
+        means, stds = prediction.components
+        values["nll"] = mixtures.negative_log_likelihood(means, stds, target)
+        values["crps"] = mixtures.crps(means, stds, target)
+    return {name: value.reshape(len(value), -1).mean(1) for name, value in values.items()}
+
+
 def _negative_log_likelihood(outputs: Tensor, target: Tensor) -> Tensor:
     """Return the negative log-likelihood of the mean probability ``(row,)``."""
-    log_mean = outputs.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
-    return -log_mean.gather(1, target[:, None]).squeeze(1)
+    return -log_mean_probability(outputs).gather(1, target[:, None]).squeeze(1)
 
 
 def _average(scores: list[dict[str, float]]) -> dict[str, float]:
@@ -333,8 +367,5 @@ def _stack(values: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _report(options: Mapping[str, Any], text: str) -> None:
     """Print the candidate that is trained next, if progress is shown."""
-    show = options.get("progress")
-    if show is None:
-        show = sys.stderr is not None and sys.stderr.isatty()
-    if show:
+    if options.get("progress") is not False and sys.stderr is not None:
         print(text, file=sys.stderr)

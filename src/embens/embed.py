@@ -17,6 +17,7 @@ from embens.checks import check_choice, check_members, closest, warn
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.graph.reading import Flow, copy_reference, has_user_code, read_flow
 from embens.graph.snapshots import HOOKS
+from embens.graph.tracing import shows_all_layers
 from embens.graph.watching import watch_flow
 from embens.laws import Law, Normal
 from embens.sites import (
@@ -138,6 +139,9 @@ class Source:
         self.modules = dict(reference.named_modules())
         if example_input is None:
             self.flow = read_flow(reference)
+            unseen = [name for name in self.layers if name not in self.flow.upstream]
+            if unseen and not shows_all_layers(reference):
+                self.flow.guesses.append(f"that {unseen[0]!r} is never called")
         else:
             self.flow = watch_flow(reference, example_input)
         self.used = [name for name in self.layers if name in self.flow.upstream]

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from embens import checks, metrics, mixtures, sources
-from embens.inference import HINTS, check_gaussian, floating_dtype, run_batches
-from embens.optim import logits_of
+from embens.inference import HINTS, check_ensemble, check_gaussian, floating_dtype, run_batches
+from embens.losses import default_criterion, logits_of
 from embens.prediction import Prediction, Task
 
 if TYPE_CHECKING:
@@ -83,15 +84,42 @@ def evaluate(
         >>> list(scores)[:4]
         ['accuracy', 'nll', 'brier', 'ece']
     """
+    check_ensemble("evaluate", ensemble)
     checks.check_choice("task", task, TASKS)
     checks.check_whole("batch_size", batch_size)
     outputs, target = run_labelled(ensemble, data, batch_size, members=members, generator=generator)
     if task is None:
-        task = "regression" if target.is_floating_point() else "classification"
+        task = infer_task(outputs, target)
     if task == "classification":
         return classification_scores(outputs, target)
     check_gaussian(outputs, task)
     return regression_scores(Prediction(outputs, task), target, level)
+
+
+def infer_task(outputs: Tensor, target: Tensor) -> Task:
+    """Return "classification" for integer targets, "regression" for floating ones.
+
+    Args:
+        outputs: outputs ``(member, batch, …)``.
+        target: targets ``(batch, …)``.
+
+    Raises:
+        ValueError: if the targets are rows of class probabilities, which :func:`embens.fit` trains
+            by cross-entropy.
+
+    Example:
+        >>> infer_task(torch.zeros(3, 2, 4), torch.tensor([0, 3]))
+        'classification'
+    """
+    if not target.is_floating_point():
+        return "classification"
+    if default_criterion(outputs, target) is cross_entropy:
+        raise ValueError(
+            "the targets are rows of class probabilities, for which there are no scores. Pass the "
+            "most probable classes, target.argmax(-1). For values pass task='regression' "
+            "(evaluate) or criterion=torch.nn.functional.mse_loss (compare)."
+        )
+    return "regression"
 
 
 def classification_scores(outputs: Tensor, target: Tensor) -> dict[str, float]:
@@ -198,14 +226,21 @@ def run_labelled(
 def match_shape(target: Tensor, mean: Tensor) -> Tensor:
     """Reshape the target to the shape of the mean if they differ in axes of length 1 only.
 
+    Args:
+        target: values ``(batch, …)``.
+        mean: mean output ``(batch, …)``.
+
     Raises:
         ValueError: if they differ in other axes.
     """
     target_sizes = [size for size in target.shape[1:] if size != 1]
     mean_sizes = [size for size in mean.shape[1:] if size != 1]
     if len(target) != len(mean) or target_sizes != mean_sizes:
+        hint = ""
+        if mean.shape[-1] == 2 and 2 * target.numel() == mean.numel():
+            hint = " For outputs that are a mean and a log-variance use task='gaussian'."
         raise ValueError(
             f"target must have the shape of the mean output, {tuple(mean.shape)}, got "
-            f"{tuple(target.shape)}."
+            f"{tuple(target.shape)}.{hint}"
         )
     return target.reshape(mean.shape)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embens import checks, sources
+from embens.ensemble import EmbeddedEnsemble
 from embens.modes import evaluating
 from embens.prediction import Prediction, Task
 from embens.trees import batch_size as count_rows
 from embens.trees import gather
-
-if TYPE_CHECKING:
-    from embens.ensemble import EmbeddedEnsemble
 
 HINTS = {
     "device": ". Move the ensemble, and the batches follow it: ensemble.to(device).",
@@ -66,6 +64,7 @@ def predict(
         >>> prediction.members.shape, prediction.probabilities.shape
         (torch.Size([5, 2, 3]), torch.Size([2, 3]))
     """
+    check_ensemble("predict", ensemble)
     checks.check_choice("task", task, get_args(Task))
     checks.check_whole("batch_size", batch_size)
     counts = sources.count_inputs(ensemble.reference.forward)
@@ -123,6 +122,22 @@ def floating_dtype(ensemble: EmbeddedEnsemble) -> torch.dtype:
         if parameter.is_floating_point():
             return parameter.dtype
     return torch.get_default_dtype()
+
+
+def check_ensemble(name: str, ensemble: Any) -> None:
+    """Raise TypeError unless an argument is an ensemble.
+
+    Args:
+        name: of the function, for the error message.
+        ensemble: its first argument.
+    """
+    if isinstance(ensemble, EmbeddedEnsemble):
+        return
+    kind = type(ensemble).__name__
+    hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)"
+    if kind in ("DistributedDataParallel", "DataParallel"):
+        hint = "Pass its .module: fit itself averages over processes under torchrun"
+    raise TypeError(f"{name} expects an ensemble; got {kind}. {hint}.")
 
 
 def check_gaussian(outputs: Any, task: Task) -> None:

@@ -16,7 +16,6 @@ Entropies and log-likelihoods are in nats. For regression see :func:`embens.eval
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -24,6 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
+
+from embens.logits import check_labelled, check_outputs, log_mean_probability, log_probabilities
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -51,7 +52,7 @@ def ensemble_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
         >>> ensemble_accuracy(outputs, torch.tensor([0])).item()
         1.0
     """
-    outputs, target = _check(outputs, target)
+    outputs, target = check_labelled(outputs, target)
     correct = outputs.mean(0).argmax(-1) == target
     return correct.to(outputs.dtype).mean()
 
@@ -71,7 +72,7 @@ def member_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, " member"
         >>> member_accuracy(outputs, torch.tensor([0]))
         tensor([1., 0.])
     """
-    outputs, target = _check(outputs, target)
+    outputs, target = check_labelled(outputs, target)
     correct = outputs.argmax(-1) == target
     return correct.to(outputs.dtype).mean(1)
 
@@ -90,8 +91,8 @@ def nll(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
         >>> nll(torch.zeros(3, 1, 2), torch.tensor([0]))  # log 2
         tensor(0.6931)
     """
-    outputs, target = _check(outputs, target)
-    log_likelihood = _log_mean_probability(outputs).gather(1, target[:, None])
+    outputs, target = check_labelled(outputs, target)
+    log_likelihood = log_mean_probability(outputs).gather(1, target[:, None])
     return -log_likelihood.mean()
 
 
@@ -109,9 +110,9 @@ def member_nll(outputs: Outputs, target: Target) -> Float[Tensor, " member"]:
         >>> member_nll(torch.zeros(3, 1, 2), torch.tensor([0]))
         tensor([0.6931, 0.6931, 0.6931])
     """
-    outputs, target = _check(outputs, target)
+    outputs, target = check_labelled(outputs, target)
     index = target[None, :, None].expand(len(outputs), -1, 1)
-    return -_log_probabilities(outputs).gather(2, index).mean((1, 2))
+    return -log_probabilities(outputs).gather(2, index).mean((1, 2))
 
 
 def brier(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
@@ -133,8 +134,8 @@ def brier(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
         >>> brier(torch.zeros(3, 1, 2), torch.tensor([0]))
         tensor(0.5000)
     """
-    outputs, target = _check(outputs, target)
-    probabilities = _log_mean_probability(outputs).exp()
+    outputs, target = check_labelled(outputs, target)
+    probabilities = log_mean_probability(outputs).exp()
     errors = probabilities - one_hot(target, outputs.shape[-1])
     return errors.square().sum(-1).mean()
 
@@ -161,7 +162,7 @@ def correctness_correlation(outputs: Outputs, target: Target) -> Float[Tensor, "
         >>> correctness_correlation(outputs, torch.zeros(4, dtype=torch.int64)).item()
         -1.0
     """
-    outputs, target = _check(outputs, target)
+    outputs, target = check_labelled(outputs, target)
     correct = outputs.argmax(-1) == target
     varies = correct.any(1) & ~correct.all(1)
     correct = correct[varies].to(outputs.dtype)
@@ -194,7 +195,7 @@ def disagreement(outputs: Outputs, target: Ignored = None) -> Float[Tensor, ""]:
         >>> disagreement(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])).item()
         1.0
     """
-    outputs = _check_outputs(outputs)
+    outputs = check_outputs(outputs)
     members, _, classes = outputs.shape
     if members < 2:
         message = "disagreement is NaN: it needs at least two members, got 1."
@@ -278,8 +279,8 @@ def _assign_bins(outputs: Tensor, target: Tensor, bins: int) -> tuple[Tensor, Te
     """Return confidence and correctness ``(batch,)``, and bins as one-hot rows ``(batch, bin)``."""
     if not isinstance(bins, int) or bins < 1:
         raise ValueError(f"bins must be a positive integer, got {bins!r}.")
-    outputs, target = _check(outputs, target)
-    confidence, predicted = _log_mean_probability(outputs).exp().max(-1)
+    outputs, target = check_labelled(outputs, target)
+    confidence, predicted = log_mean_probability(outputs).exp().max(-1)
     edges = torch.linspace(0, 1, bins + 1, dtype=outputs.dtype, device=outputs.device)
     # Without the outer edges a confidence of exactly 1 belongs to the last bin.
     index = torch.bucketize(confidence.detach(), edges[1:-1], right=True)
@@ -304,7 +305,7 @@ def predictive_entropy(outputs: Outputs, target: Ignored = None) -> Float[Tensor
         >>> predictive_entropy(torch.zeros(3, 1, 2))  # log 2
         tensor([0.6931])
     """
-    log_mean = _log_mean_probability(_check_outputs(outputs))
+    log_mean = log_mean_probability(check_outputs(outputs))
     return -(log_mean.exp() * log_mean).sum(-1)
 
 
@@ -325,10 +326,10 @@ def mutual_information(outputs: Outputs, target: Ignored = None) -> Float[Tensor
         >>> mutual_information(torch.tensor([[[99.0, 0.0]], [[0.0, 99.0]]]))  # log 2
         tensor([0.6931])
     """
-    outputs = _check_outputs(outputs)
+    outputs = check_outputs(outputs)
     # The mean divergence is more accurate than the difference of entropies for similar members.
-    log_members = _log_probabilities(outputs)
-    log_mean = _log_mean_probability(outputs)
+    log_members = log_probabilities(outputs)
+    log_mean = log_mean_probability(outputs)
     divergence = (log_members.exp() * (log_members - log_mean)).sum(-1)
     return divergence.mean(0).clamp(min=0)
 
@@ -347,7 +348,7 @@ def least_confidence(outputs: Outputs, target: Ignored = None) -> Float[Tensor, 
         >>> least_confidence(torch.zeros(3, 1, 4)).item()
         0.75
     """
-    probabilities = _log_mean_probability(_check_outputs(outputs)).exp()
+    probabilities = log_mean_probability(check_outputs(outputs)).exp()
     # We add up the other classes. Near 1 the difference 1 − p would round to 0 and lose the order.
     predicted = probabilities.argmax(-1, keepdim=True)
     return probabilities.scatter(-1, predicted, 0).sum(-1)
@@ -379,7 +380,7 @@ def ood_auroc(
         >>> ood_auroc(sure, unsure, score=predictive_entropy).item()
         1.0
     """
-    outputs, is_ood = _join_ood_samples(_check_outputs(outputs), target)
+    outputs, is_ood = _join_ood_samples(check_outputs(outputs), target)
     scores = score(outputs).detach()
     if scores.shape != is_ood.shape:
         raise ValueError(
@@ -403,7 +404,7 @@ def _join_ood_samples(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError(f"target must be a tensor, got {type(target).__name__}.")
     members, batch, classes = outputs.shape
     if target.is_floating_point():
-        ood_outputs = _check_outputs(target)
+        ood_outputs = check_outputs(target)
         if ood_outputs.shape[0] != members or ood_outputs.shape[2] != classes:
             raise ValueError(
                 f"target must be logits ({members}, other, {classes}) like outputs, got shape "
@@ -418,76 +419,3 @@ def _join_ood_samples(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             f"both values, got shape {tuple(target.shape)} with the values {values[:5]}."
         )
     return outputs, target.bool().to(outputs.device)
-
-
-# --- Probabilities and checks --------------------------------------------------------------------
-
-
-def _log_probabilities(outputs: Tensor) -> Tensor:
-    """Return the members' log-probabilities, finite where a probability underflows to 0."""
-    return outputs.log_softmax(-1).clamp(min=torch.finfo(outputs.dtype).min)
-
-
-def _log_mean_probability(outputs: Tensor) -> Tensor:
-    """Return the logarithm of the mean probability, ``(batch, class)``."""
-    return _log_probabilities(outputs).logsumexp(0) - math.log(len(outputs))
-
-
-def _check_outputs(outputs: Tensor) -> Tensor:
-    """Check logits and convert them to float32 or higher precision."""
-    expected = "outputs must be finite floating logits (member, batch, class)"
-    if not isinstance(outputs, Tensor):
-        kind = type(outputs).__name__
-        raise TypeError(f"{expected}, got {kind}. Convert with torch.as_tensor.")
-    if not outputs.is_floating_point():
-        raise TypeError(f"{expected}, got {outputs.dtype}. Pass logits, not predicted classes.")
-    shape = tuple(outputs.shape)
-    if len(shape) != 3:
-        raise ValueError(
-            f"{expected}, got shape {shape}. For a single model add the member axis: "
-            "outputs.unsqueeze(0)."
-        )
-    if 0 in shape:
-        raise ValueError(
-            f"{expected}, got the empty shape {shape}. Pass at least one member and one sample."
-        )
-    if shape[-1] < 2:
-        raise ValueError(
-            f"{expected}, got a single class in shape {shape}. For one logit z per sample pass "
-            "torch.cat([torch.zeros_like(z), z], -1)."
-        )
-    finite = outputs.isfinite()
-    if not finite.all():
-        count = int((~finite).sum())
-        raise ValueError(
-            f"{expected}, got {count} values that are NaN or infinite. Did the training diverge?"
-        )
-    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-
-
-def _check(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Check logits and class indices; convert the indices to int64."""
-    outputs = _check_outputs(outputs)
-    _, batch, classes = outputs.shape
-    expected = f"target must be {batch} class indices from 0 to {classes - 1}, shape ({batch},)"
-    if not isinstance(target, Tensor):
-        kind = type(target).__name__
-        raise TypeError(f"{expected}, got {kind}. Convert with torch.as_tensor.")
-    if target.is_floating_point() or target.is_complex():
-        raise TypeError(
-            f"{expected}, got {target.dtype}. For values (regression) use embens.evaluate, for "
-            "rows of probabilities their argmax."
-        )
-    if target.dtype == torch.bool:
-        raise TypeError(f"{expected}, got {target.dtype}. Convert with target.long().")
-    if target.shape != (batch,):
-        raise ValueError(
-            f"{expected}, got shape {tuple(target.shape)}. Squeeze a column; take the argmax of "
-            "one-hot rows."
-        )
-    target = target.to(device=outputs.device, dtype=torch.int64)
-    smallest = int(target.min())
-    largest = int(target.max())
-    if smallest < 0 or largest >= classes:
-        raise ValueError(f"{expected}, got indices from {smallest} to {largest}.")
-    return outputs, target

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from embens import checks, metrics, mixtures, sources, uncertainty
-from embens.optim import logits_of
+from embens.logits import FLATTEN_POSITIONS
+from embens.losses import logits_of
 from embens.trees import gather
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Prediction:
 
     @property
     def means(self) -> Tensor:
-        """Point predictions of the members: the outputs without log-variances."""
+        """Point predictions of the members, which are the outputs without log-variances."""
         outputs = self._outputs("means", *get_args(Task))
         if self.task == "gaussian":
             return outputs[..., 0]
@@ -125,16 +126,23 @@ class Prediction:
     @property
     def probabilities(self) -> Tensor:
         """Mean of the members' class probabilities ``(batch, class)``."""
-        return self._outputs("probabilities", "classification").softmax(-1).mean(0)
+        outputs = self._outputs("probabilities", "classification")
+        if outputs.dim() > 3:
+            # The classes of images are axis 2 and those of tokens the last one.
+            raise ValueError(
+                "probabilities needs logits (member, batch, class), got shape "
+                f"{tuple(outputs.shape)}. {FLATTEN_POSITIONS}"
+            )
+        return outputs.softmax(-1).mean(0)
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of the mean probability ``(batch,)``, in nats: the total uncertainty."""
+        """Total uncertainty in nats ``(batch,)``, the entropy of the mean probability."""
         return metrics.predictive_entropy(self._outputs("entropy", "classification"))
 
     @property
     def mutual_information(self) -> Tensor:
-        """Mutual information of class and member ``(batch,)``, in nats: the epistemic part."""
+        """Mutual information of class and member in nats ``(batch,)``, the epistemic part."""
         return metrics.mutual_information(self._outputs("mutual_information", "classification"))
 
     # --- Regression
@@ -309,10 +317,9 @@ class Prediction:
         self._check_like(held_out)
         self._scores(None)  # raises if the logits are not finite
         target = held_out._check_target(target)
-        true_class = held_out.probabilities.gather(1, target[:, None]).squeeze(1)
-        # −p orders rows as 1 − p does, without rounding.
-        threshold = -uncertainty.conformal_quantile(-true_class, coverage)
-        return uncertainty.ConformalSets(self.probabilities >= threshold, coverage, threshold)
+        return uncertainty.conformal_sets(
+            self.probabilities, held_out.probabilities, target, coverage
+        )
 
     def conformal_intervals(
         self, held_out: Prediction, target: Float[Tensor, " row"], coverage: float = 0.9
@@ -346,25 +353,16 @@ class Prediction:
                 "values: Prediction(prediction.members[..., k], prediction.task)."
             )
         self._check_like(held_out)
-        values = torch.as_tensor(target).to(held_out.mean)
-        if values.numel() != held_out.mean.numel():
-            raise ValueError(
-                f"target must have {held_out.mean.numel()} values, one for each held-out row, got "
-                f"shape {tuple(values.shape)}."
-            )
-        values = values.reshape(held_out.mean.shape)
-        low, high = held_out.interval(coverage)
-        scores = torch.maximum(low - values, values - high)
-        margin = uncertainty.conformal_quantile(scores.flatten(), coverage)
-        low, high = self.interval(coverage)
-        return uncertainty.ConformalIntervals(low - margin, high + margin, coverage, margin)
+        return uncertainty.conformal_intervals(
+            self.interval(coverage), held_out.interval(coverage), target, coverage
+        )
 
     def plot_reliability(
         self, target: Tensor, path: uncertainty.File, *, before: Prediction | None = None
     ) -> None:
         """Plot accuracy against confidence, and the number of samples at each confidence.
 
-        A calibrated ensemble is on the diagonal.
+        A calibrated ensemble is on the diagonal. Error bars are standard errors.
 
         Args:
             target: class indices ``(batch,)``.
@@ -375,26 +373,14 @@ class Prediction:
         curves = {"this prediction": self}
         if before is not None:
             curves = {"before": before, "after": self}
-        labels = {"xlabel": "confidence", "ylabel": "accuracy", "xlim": (0, 1), "ylim": (0, 1)}
-        with uncertainty.picture(path, title="Reliability (bars: samples)", **labels) as axes:
-            count_axes = axes.twinx()
-            count_axes.set_ylabel("samples in a bin")
-            # Curves are drawn above the bars.
-            axes.set_zorder(count_axes.get_zorder() + 1)
-            axes.patch.set_visible(False)
-            axes.plot([0, 1], [0, 1], "k:")
-            for row, (name, prediction) in enumerate(curves.items()):
-                outputs = prediction._outputs("plot_reliability", "classification")
-                target = prediction._check_target(target)
-                diagram = metrics.reliability(outputs, target, bins=10)
-                error = metrics.expected_calibration_error(outputs, target)
-                label = f"{name}: calibration error {error:.3f}"
-                confidence, accuracy = diagram.confidence.tolist(), diagram.accuracy.tolist()
-                axes.plot(confidence, accuracy, "o-", color=f"C{row}", label=label)
-                width = 0.09 / len(curves)
-                edges = [k / 10 + 0.005 + width * row for k in range(10)]
-                bars = {"align": "edge", "color": f"C{row}", "alpha": 0.25}
-                count_axes.bar(edges, diagram.samples.tolist(), width, **bars)
+        diagrams = {}
+        for name, prediction in curves.items():
+            outputs = prediction._outputs("plot_reliability", "classification")
+            labels = prediction._check_target(target)
+            error = metrics.expected_calibration_error(outputs, labels)
+            diagram = metrics.reliability(outputs, labels, bins=10)
+            diagrams[f"{name}: calibration error {error:.3f}"] = diagram
+        uncertainty.plot_reliability(diagrams, path)
 
     # --- Checks
 

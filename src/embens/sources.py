@@ -86,8 +86,9 @@ def labelled_batches(
         data = data.tensors
     data = as_tensors(data, dtype)
     if isinstance(data, (tuple, list, Mapping)):
-        data = _drop_weights(data, counts)
-        yield from _slices("data", split_target(data), LABELLED, batch_size)
+        inputs, target = split_target(_drop_weights(data, counts))
+        check_inputs("data", inputs, counts)
+        yield from _slices("data", (inputs, target), LABELLED, batch_size)
         return
     for batch in _loader("data", data, LABELLED, batch_size):
         yield split_target(_drop_weights(as_tensors(batch, dtype), counts))
@@ -141,6 +142,32 @@ def count_inputs(function: Callable[..., Any]) -> tuple[int, float]:
             if parameter.default is parameter.empty:
                 least += 1
     return least, most
+
+
+def check_inputs(name: str, inputs: Any, counts: tuple[int, float] | None) -> None:
+    """Raise ValueError if there are more or fewer inputs than the network takes.
+
+    Args:
+        name: of the data, for the error message.
+        inputs: a tuple of inputs; anything else is not checked.
+        counts: least and largest number of inputs of the network; None: unknown.
+
+    Example:
+        >>> check_inputs("train", ("x", "z"), (1, 1))
+        Traceback (most recent call last):
+        ValueError: train: the network takes 1 input, got 2. Data are (inputs, targets); for ...
+    """
+    if counts is None or not isinstance(inputs, tuple):
+        return
+    least, most = counts
+    if least <= len(inputs) <= most:
+        return
+    expected = f"{least}" if least == most else f"{least} to {most}"
+    noun = "input" if expected == "1" else "inputs"
+    raise ValueError(
+        f"{name}: the network takes {expected} {noun}, got {len(inputs)}. Data are (inputs, "
+        "targets); for a list of batches pass a DataLoader."
+    )
 
 
 def has_weights(values: Any, counts: tuple[int, float] | None) -> bool:

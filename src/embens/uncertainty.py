@@ -35,6 +35,7 @@ from torch import Tensor
 
 from embens import metrics
 from embens.files import check_output, write_atomically
+from embens.logits import log_mean_probability
 from embens.mixtures import best_scale
 
 if TYPE_CHECKING:
@@ -65,9 +66,8 @@ def best_temperature(outputs: Tensor, target: Tensor) -> float:
 
     def loss(temperature: float) -> Tensor:
         scaled = outputs / temperature
-        log_mean = scaled.log_softmax(-1).logsumexp(0) - math.log(len(scaled))
         # The mean over rows and classes is the loss of one row with uniform class probabilities.
-        return rows * metrics.nll(scaled, target) - log_mean.mean()
+        return rows * metrics.nll(scaled, target) - log_mean_probability(scaled).mean()
 
     return best_scale(loss)
 
@@ -156,7 +156,7 @@ def picture(path: File, **labels: Any) -> Iterator[Any]:
     yield axes
     axes.set(**labels)
     handles, _ = axes.get_legend_handles_labels()
-    if handles:
+    if handles and axes.get_legend() is None:
         axes.legend()
     content = io.BytesIO()
     figure.savefig(content, dpi=100, format=path.suffix[1:])
@@ -299,10 +299,33 @@ class ConformalSets:
         """
         classes = self.sets.shape[1]
         shares = self.sizes.bincount(minlength=classes + 1) / len(self.sets)
-        title = f"{self.coverage:.0%} of sets contain the true class"
+        title = f"Sets for a coverage of {self.coverage:.0%}"
         labels = {"xlabel": "classes in the set", "ylabel": "fraction of rows", "title": title}
         with picture(path, **labels) as axes:
             axes.bar(range(len(shares)), shares.tolist())
+
+
+def conformal_sets(
+    probabilities: Tensor, held_out: Tensor, target: Tensor, coverage: float
+) -> ConformalSets:
+    """Return the classes that are at least as probable as the conformal threshold.
+
+    Args:
+        probabilities: class probabilities ``(batch, class)``.
+        held_out: class probabilities of held-out rows ``(row, class)``.
+        target: classes of the held-out rows ``(row,)``.
+        coverage: the probability that a set contains the true class.
+
+    Example:
+        >>> held_out = torch.tensor([0.9, 0.1]).expand(20, 2)
+        >>> target = torch.zeros(20, dtype=torch.int64)
+        >>> conformal_sets(torch.tensor([[1.0, 0.0]]), held_out, target, coverage=0.9).sets
+        tensor([[ True, False]])
+    """
+    true_class = held_out.gather(1, target[:, None]).squeeze(1)
+    # −p orders rows as 1 − p does, without rounding.
+    threshold = -conformal_quantile(-true_class, coverage)
+    return ConformalSets(probabilities >= threshold, coverage, threshold)
 
 
 @dataclass(frozen=True)
@@ -336,3 +359,87 @@ class ConformalIntervals:
         target = target.reshape(self.low.shape).to(self.low.device)
         is_inside = (self.low <= target) & (target <= self.high)
         return float(is_inside.double().mean())
+
+
+def conformal_intervals(
+    interval: tuple[Tensor, Tensor],
+    held_out: tuple[Tensor, Tensor],
+    target: Tensor,
+    coverage: float,
+) -> ConformalIntervals:
+    """Widen or narrow prediction intervals by one margin, such that they hold what they promise.
+
+    Args:
+        interval: lower and upper ends ``(batch, …)``.
+        held_out: lower and upper ends for held-out rows ``(row, …)``.
+        target: values of the held-out rows.
+        coverage: the probability that an interval contains the true value.
+
+    Example:
+        >>> zeros = torch.zeros(19)
+        >>> conformal_intervals(
+        ...     (zeros, zeros), (zeros, zeros), torch.arange(-9.0, 10.0), 0.5
+        ... ).margin
+        5.0
+    """
+    low, high = held_out
+    values = torch.as_tensor(target).to(low)
+    if values.numel() != low.numel():
+        raise ValueError(
+            f"target must have {low.numel()} values, one for each held-out row, got shape "
+            f"{tuple(values.shape)}."
+        )
+    values = values.reshape(low.shape)
+    # The distance to the interval; negative inside.
+    scores = torch.maximum(low - values, values - high)
+    margin = conformal_quantile(scores.flatten(), coverage)
+    low, high = interval
+    return ConformalIntervals(low - margin, high + margin, coverage, margin)
+
+
+def plot_reliability(diagrams: dict[str, metrics.Reliability], path: File) -> None:
+    """Plot accuracy against confidence, with the number of samples at each confidence as bars.
+
+    Args:
+        diagrams: reliability diagrams by their labels; all have bins of the same width.
+        path: file to write.
+    """
+    labels = {"xlabel": "confidence", "ylabel": "accuracy", "xlim": (0, 1), "ylim": (0, 1)}
+    with picture(path, **labels) as axes:
+        count_axes = axes.twinx()
+        count_axes.set_ylabel("samples in a bin (bars)")
+        # Curves are drawn above the bars.
+        axes.set_zorder(count_axes.get_zorder() + 1)
+        axes.patch.set_visible(False)
+        axes.plot([0, 1], [0, 1], "k:")
+        largest_bin = 1.0
+        for row, (label, diagram) in enumerate(diagrams.items()):
+            confidence, accuracy = diagram.confidence.tolist(), diagram.accuracy.tolist()
+            axes.errorbar(
+                confidence,
+                accuracy,
+                _standard_error(diagram).tolist(),
+                label=label,
+                fmt="o-",
+                color=f"C{row}",
+                capsize=2,
+                elinewidth=0.8,
+            )
+            bins = len(confidence)
+            width = 0.9 / bins / len(diagrams)  # a tenth of each bin separates it from the next
+            edges = [k / bins + 0.05 / bins + width * row for k in range(bins)]
+            bars = {"align": "edge", "color": f"C{row}", "alpha": 0.25}
+            count_axes.bar(edges, diagram.samples.tolist(), width, **bars)
+            largest_bin = max(largest_bin, float(diagram.samples.max()))
+        # Bars stay in the lower half, below most of the curves.
+        count_axes.set_ylim(0, 2 * largest_bin)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+
+
+def _standard_error(diagram: metrics.Reliability) -> Tensor:
+    """Return the standard error of the accuracy in each bin.
+
+    One more hit and one more miss are counted, so that bins with few samples have an error.
+    """
+    rate = (diagram.accuracy * diagram.samples + 1) / (diagram.samples + 2)
+    return (rate * (1 - rate) / (diagram.samples + 2)).sqrt()

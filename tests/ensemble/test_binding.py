@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
+import embens
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 
 
@@ -22,6 +24,24 @@ def test_inputs_are_a_tuple_a_dictionary_or_a_single_value():
     assert bind_inputs(Scaled(), x) == ((x,), {})
     assert bind_inputs(Scaled(), [x]) == ((x,), {})
     assert bind_inputs(Scaled(), {"scale": 2.0, "x": x}) == ((x,), {"scale": 2.0})
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.core, self.out = nn.GRU(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(self.core(x)[1][0])
+
+
+def test_a_packed_sequence_is_one_argument():
+    x = pack_padded_sequence(torch.randn(3, 2, 4), torch.tensor([3, 2]))
+    assert bind_inputs(Recurrent(), x) == ((x,), {})
+    ensemble = embens.batch_ensemble(Recurrent(), 3, example_input=x)
+    target = torch.zeros(2, 3)
+    loss = ensemble.backward(x, target)
+    assert torch.allclose(loss, embens.objective(ensemble(x), target))
 
 
 def test_a_dictionary_that_does_not_fit_raises():

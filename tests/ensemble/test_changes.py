@@ -26,6 +26,11 @@ CHANGES = {
         lambda module: module[0].bias.data.add_(1),
         lambda module: setattr(module[0].bias, "data", torch.zeros(3)),
         lambda module: setattr(module[0], "bias", nn.Parameter(torch.zeros(3))),
+        lambda module: module[0].bias.data.copy_(module[0].bias.data.flip(0)),
+    ],
+    "changes its parameter '0.weight'": [
+        lambda module: module[0].weight.data.copy_(module[0].weight.data.flip(0)),
+        lambda module: module[0].weight.data.copy_(module[0].weight.data.flip(1)),
     ],
     "registers the parameter '1.late'": [
         lambda module: module[1].register_parameter("late", nn.Parameter(torch.zeros(1)))
@@ -35,6 +40,75 @@ CHANGES = {
     "changes the modules of 'the reference'": [lambda module: module.append(nn.ReLU())],
 }
 CASES = [(change, message) for message, changes in CHANGES.items() for change in changes]
+
+
+def give_gradients(module):
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_a_pass_erases_are_refused_by_name(copied, to_none):
+    give_gradients(copied.module[0])
+    guard = StateGuard(copied, compare=True)
+    guard.check()
+    copied.module.zero_grad(set_to_none=to_none)
+    with pytest.raises(RuntimeError, match=r"erases the gradient of '0\.weight'"):
+        guard.check()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_pass_may_erase_gradients_that_are_none_and_add_to_others(copied, to_none):
+    give_gradients(copied.module[0])
+    guard = StateGuard(copied, compare=True)
+    copied.module[1].zero_grad(set_to_none=to_none)
+    copied.module[0].weight.grad += 1
+    guard.check()
+
+
+class Forgetful(nn.Module):
+    """A network that erases its gradients at the beginning of each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        for parameter in self.parameters():
+            if parameter.is_leaf:
+                parameter.grad = None
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_a_forward_that_erases_gradients_of_other_members_is_refused():
+    x = torch.randn(6, 4)
+    ensemble = embens.batch_ensemble(Forgetful(), 3, example_input=x)
+    embens.objective(ensemble(x), torch.zeros(6, 3)).backward()
+    with pytest.raises(RuntimeError, match=r"erases the gradient of 'b\.bias'"):
+        ensemble.backward(x, torch.zeros(6, 3))
+
+
+class Swapping(nn.Module):
+    """A network that swaps the rows of a weight at a later pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.passes = nn.Linear(4, 5), nn.Linear(5, 3), 0
+
+    def forward(self, x):
+        self.passes += 1
+        if self.passes > 2:
+            self.b.weight.data.copy_(self.b.weight.data.flip(0))
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_parameters_are_compared_at_every_pass():
+    net, x = Swapping(), torch.randn(6, 4)
+    ensemble = embens.embed(net, 2, own="a")
+    for _ in range(2):
+        ensemble(x)
+    with pytest.raises(RuntimeError, match=r"changes its parameter 'b\.weight'"):
+        ensemble(x)
 
 
 @pytest.mark.parametrize(("change", "message"), CASES)

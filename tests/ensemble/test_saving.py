@@ -419,3 +419,19 @@ def test_the_card_describes_the_ensemble_and_its_code_runs(tmp_path, monkeypatch
     exec(code.replace("reference = ...", "reference = net"), names)
     expected = embens.predict(ensemble, torch.ones(2, 4)).probabilities
     torch.testing.assert_close(names["prediction"].probabilities, expected)
+
+
+def test_a_readme_that_is_no_model_card_is_never_replaced(tmp_path):
+    ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), 2)
+    ensemble.save(tmp_path / saving.FILE)
+    readme = tmp_path / saving.CARD
+    readme.write_text("# Notes of the user")
+    with pytest.raises(FileExistsError, match="holds other files"):
+        ensemble.save_pretrained(tmp_path)
+    assert readme.read_text() == "# Notes of the user"
+    readme.unlink()
+    readme.mkdir()
+    (readme / "notes").touch()
+    with pytest.raises(FileExistsError, match="holds other files"):
+        ensemble.save_pretrained(tmp_path)
+    assert (readme / "notes").exists()

@@ -126,6 +126,15 @@ class TestWriteAtomically:
             assert path.read_text() in pages
         writer.join()
 
+    @pytest.mark.parametrize("name", ["x" * 255, "é" * 127])
+    def test_writes_files_with_the_longest_names(self, tmp_path, name):
+        write_atomically(tmp_path / name, "old")
+        assert in_another_process(write_and_die, tmp_path / name)[1] == 1
+        assert len(names(tmp_path)) == 2
+        write_atomically(tmp_path / name, "new")
+        assert names(tmp_path) == {name}
+        assert (tmp_path / name).read_text() == "new"
+
     def test_raises_if_the_folder_is_missing(self, tmp_path):
         with pytest.raises(FileNotFoundError):
             write_atomically(tmp_path / "none" / "file", "new")

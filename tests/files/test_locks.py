@@ -46,3 +46,11 @@ class TestLocks:
         assert path.read_text().startswith(f"process {process} on")
         with locked(path, "this"):
             assert path.read_text().startswith(f"process {os.getpid()} on")
+
+    def test_do_not_follow_links(self, path):
+        target = path.with_name("target")
+        target.write_text("process of the user")
+        path.symlink_to(target)
+        with pytest.raises(FileExistsError, match="not a lock file"), locked(path, "this"):
+            pass
+        assert target.read_text() == "process of the user"

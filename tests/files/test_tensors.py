@@ -74,6 +74,14 @@ class TestTensors:
             with pytest.raises(Refused, match="x is damaged: its content has another checksum"):
                 unseal("x", record, values)
 
+    @pytest.mark.parametrize(
+        ("value", "kind"), [(torch.eye(2).to_sparse(), "torch.sparse_coo"), ({"a": 1}, "dict")]
+    )
+    def test_of_other_kinds_are_refused_by_name(self, path, value, kind):
+        with pytest.raises(TypeError, match=f"'x' cannot be written: .* got {kind}"):
+            write_tensors(path, KIND, {}, {"x": value})
+        assert not path.exists()
+
     def test_have_the_checksum_of_earlier_versions(self):
         arrays = {"b": torch.arange(3), "a": torch.ones(2, 2, dtype=torch.bfloat16)}
         assert checksum("text", arrays) == (

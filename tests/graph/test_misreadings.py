@@ -1,11 +1,15 @@
 """Code that a trace would misread runs merged, and is right."""
 
 import builtins
+import copy
+import functools
 import types
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import is_tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import embens
 from embens.graph.guards import Guard
@@ -149,7 +153,112 @@ def by_names(h):
     return 2 * h if "new_empty" in dir(h) else h
 
 
-CODES = [by_instance, by_type, by_is_tensor, by_callable, by_attribute, by_caught_error]
+def by_identity(h):
+    return 2 * h if h.dtype is torch.float32 else h
+
+
+def by_set(h):
+    return 2 * h if h.dtype in {torch.float32, torch.float64} else h
+
+
+def by_key(h):
+    return h * {3: 2.0}.get(h.shape[1], 1.0)
+
+
+def by_missing_gradient(h):
+    return 2 * h if h.grad_fn is None else h
+
+
+def by_required_gradient(h):
+    return 2 * h if h.requires_grad is True else h
+
+
+def by_text_of_a_type(h):
+    return 2 * h if str(h.dtype) == "torch.float32" else h
+
+
+def by_attribute_of_a_type(h):
+    return 2 * h if hasattr(h.dtype, "is_complex") else h
+
+
+def by_caught_index(h):
+    try:
+        return h * len(range(h.shape[1]))
+    except TypeError:
+        return h
+
+
+def by_tree(h):
+    return tree_map_only(torch.Tensor, torch.sin, h)
+
+
+def by_imported_query(h):
+    return 2 * h if is_tensor(h) else h
+
+
+def by_scripted_query(h):
+    return 2 * h if torch.jit.isinstance(h, torch.Tensor) else h
+
+
+def by_cache(h):
+    return h * factor(h.dtype)
+
+
+@functools.lru_cache
+def factor(dtype):
+    return 2.0 if dtype is torch.float32 else 1.0
+
+
+def by_wrapped_function(h):
+    return normalize(h)
+
+
+@torch.fx.wrap
+def normalize(h):
+    return h - h.mean(0)
+
+
+def by_copy(h):
+    return h + copy.copy(h)
+
+
+def by_numpy_scalar(h):
+    return h / np.sqrt(6)
+
+
+def by_operator_in_place(h):
+    k = torch.sin(h)
+    same = k
+    same *= 2
+    return h + k
+
+
+def by_operator_on_a_view(h):
+    k = torch.sin(h)
+    same = +k
+    same *= 2
+    return h + k
+
+
+def by_data(h):
+    k = torch.sin(h)
+    k.data = 2 * k.data
+    return k
+
+
+def by_squeeze(h):
+    return h.unsqueeze(1).squeeze(1)
+
+
+def by_named_factor(h):
+    return torch.bmm(h.unsqueeze(1), mat2=h.unsqueeze(2)).flatten(1) + h
+
+
+CODES = [by_identity, by_set, by_key, by_missing_gradient, by_required_gradient]
+CODES += [by_text_of_a_type, by_attribute_of_a_type, by_caught_index, by_tree, by_imported_query]
+CODES += [by_scripted_query, by_cache, by_wrapped_function, by_copy, by_numpy_scalar]
+CODES += [by_operator_in_place, by_operator_on_a_view, by_data, by_squeeze, by_named_factor]
+CODES += [by_instance, by_type, by_is_tensor, by_callable, by_attribute, by_caught_error]
 CODES += [by_caught_length, by_autograd_function, by_autocast, by_no_grad]
 CODES += [by_function_of_another_file, by_method_of_another_file, by_another_name, by_builtins]
 CODES += [by_default_argument, by_class, by_instance_check, by_match, by_text, by_names]

@@ -9,7 +9,7 @@ import pandas
 import pytest
 
 from reproduction import claims
-from reproduction.claims import HOLDS, Claim, judge
+from reproduction.claims import HOLDS, UNDECIDED, Claim, judge
 from reproduction.pooling import PooledTables, pooled_error
 from reproduction.rows import Rows
 
@@ -217,3 +217,35 @@ def test_an_undefined_statistic_has_no_interval():
     pooled = PooledTables.draw(simulate(numpy.random.default_rng(10)), AXES, 3)
     assert math.isnan(pooled_error(lambda rows: math.nan, 0.0, pooled).variance)
     assert isinstance(pooled.residual_tables[0], Rows)
+
+
+def lacks_seed(table, members):
+    """Return a table in which the cells of some M lack the last seed, and have no correlation."""
+    table = table.assign(correlation=0.5)
+    table.loc[table["members"] == members, "correlation"] = math.nan
+    is_missing = (table["members"] == members) & (table["seed"] == SEEDS - 1)
+    return table[~is_missing].reset_index(drop=True)
+
+
+def accuracy_at(members):
+    return lambda rows: rows.where(members=members).mean("accuracy")
+
+
+def test_cells_of_other_quantities_borrow_residuals_if_all_of_them_lack_a_seed():
+    table = lacks_seed(simulate(numpy.random.default_rng(13)), members=1)
+    pooled = PooledTables.draw(table, AXES, 400)
+    values = {m: [accuracy_at(m)(rows) for rows in pooled.residual_tables] for m in (1, 2)}
+    assert numpy.var(values[1]) == pytest.approx(1.5 * numpy.var(values[2]), rel=0.3)
+    assert all(rows.where(members=1)["correlation"].isna().all() for rows in pooled.seed_tables)
+
+
+def test_a_statistic_of_cells_whose_noise_is_unknown_has_no_interval():
+    table = simulate(numpy.random.default_rng(14))
+    # Only these cells have a duration, and all of them lack a seed.
+    table["duration"] = numpy.where(table["members"] == 1, 1.0, math.nan)
+    table = table[(table["members"] > 1) | (table["seed"] > 0)].reset_index(drop=True)
+    claims_of_cells = [claim_of(accuracy_at(1), above=0.0), claim_of(accuracy_at(2), above=0.0)]
+    unknown, known = judge(claims_of_cells, table, AXES)
+    assert (unknown.verdict, unknown.note) == (UNDECIDED, "the noise of some cells is not known")
+    assert unknown.value == accuracy_at(1)(Rows(table))
+    assert known.verdict == HOLDS

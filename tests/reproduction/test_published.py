@@ -12,6 +12,7 @@ import pytest
 from reproduction.claims import judge
 from reproduction.figures import NAMES
 from reproduction.grid.cells import load_experiment, pooled_axes
+from reproduction.grid.results import make_figure
 from reproduction.grid.settings import UNTUNED
 from reproduction.report import page
 from tests.reproduction.battery import check_figure
@@ -70,12 +71,25 @@ def test_the_verdicts_follow_from_the_table(folder):
             assert ours[end] == expected, ours["statement"]
 
 
+def test_equal_systems_of_compare_have_equal_results():
+    # At a budget of M, M networks are separate networks. They are measured by different sessions.
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_csv(FOLDER / "compare" / "cpu" / "table.csv")
+    table = table.drop(columns=["training_seconds", "inference_seconds", "seconds"])
+    by_cell = table.set_index(["system", "budget", "seed"])
+    for system, budget in (("two networks", 2), ("four networks", 4)):
+        for seed in sorted(set(table["seed"])):
+            cells = [(system, budget, seed), ("separate networks", budget, seed)]
+            if all(cell in by_cell.index for cell in cells):
+                few, many = (by_cell.loc[cell] for cell in cells)
+                pandas.testing.assert_series_equal(few, many, check_names=False, rtol=1e-5)
+
+
 @pytest.mark.parametrize("folder", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_figure_is_that_of_the_table(folder):
     pandas = pytest.importorskip("pandas")
-    figure = load_experiment(folder.parent.name).plot(
-        pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
-    )
+    table = pandas.read_csv(folder / "table.csv", dtype={"gamma": str})
+    figure = make_figure(load_experiment(folder.parent.name), table)
     check_figure(figure)
     written = json.loads((folder / "figure.json").read_text())
     assert [panel.title for panel in figure.panels] == [p["title"] for p in written["panels"]]

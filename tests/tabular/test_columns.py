@@ -204,3 +204,14 @@ class TestTargetStatistics:
         X = pd.DataFrame({"a": [f"c{c}" for c in codes]})
         model = regressor(max_categories=16).fit(X[:1200], y[:1200])
         assert model.score(X[1200:], y[1200:]) > 0.5  # near 0 without the statistics
+
+
+def test_flags_and_the_digits_0_and_1_are_the_same_categories():
+    flags = pd.Series([True, False, None, True], dtype=object)
+    digits = pd.Series([1.0, 0.0, None, 1.0])
+    for fitted, predicted in ((flags, digits), (digits, flags)):
+        table = from_frame(pd.DataFrame({"a": fitted}))
+        preprocessing = learn_columns(table, Arguments(categorical_features=["a"]))
+        _, expected = preprocessing.encode(table)
+        _, codes = preprocessing.encode(from_frame(pd.DataFrame({"a": predicted})))
+        assert codes.tolist() == expected.tolist()

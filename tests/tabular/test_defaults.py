@@ -7,8 +7,7 @@ from tabular.problems import classes_of, classifier, mixed_table
 
 from embens import laws
 from embens.tabular import defaults
-from embens.tabular.defaults import Arguments, choose_sizes
-from embens.tabular.pipeline import size_candidates
+from embens.tabular.defaults import Arguments, choose_sizes, size_candidates
 
 
 def test_a_tiny_table_is_one_batch_without_dropout():
@@ -26,6 +25,8 @@ def test_a_large_table_has_the_smallest_number_of_epochs():
         ({"family": "bach_ensemble"}, "family must be one of 'batch_ensemble', "),
         ({"members": 0}, "members must be a positive integer or 'auto', got 0"),
         ({"members": True}, "members must be a positive integer or 'auto', got True"),
+        ({"tune": "no"}, "tune must be True or False, got 'no'"),
+        ({"own": None}, "own must be True or False, got None"),
         ({"p": 2.0}, "p must be a number from -1 to 1 or 'auto', got 2.0"),
         ({"depth": "auto"}, "depth must be a positive integer, got 'auto'"),
         ({"law": 0.9}, "law must be a law of embens.laws or None, got 0.9"),

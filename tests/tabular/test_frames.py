@@ -125,3 +125,45 @@ def test_large_integers_in_arrow_tables_are_rounded():
     values = [2**60 + 1, None, 3]
     numbers = from_frame(pa.table({"id": values})).numbers(0)
     np.testing.assert_array_equal(numbers, [2.0**60, np.nan, 3.0])
+
+
+@pytest.mark.filterwarnings("ignore:Columns read as seconds")
+class TestDates:
+    def setup_method(self):
+        self.days = pd.date_range("2020-01-01", periods=100, tz="UTC")
+        self.y = np.arange(100) % 2
+
+    def frame(self, dates, rows=100):
+        return pd.DataFrame({"size": np.arange(float(rows)), "day": dates})
+
+    def fit(self):
+        return classifier(max_epochs=2).fit(self.frame(self.days), self.y)
+
+    @pytest.mark.parametrize("kind", ["date", "datetime", "period"])
+    def test_objects_and_periods_are_dates(self, kind):
+        values = {
+            "date": [day.date() for day in self.days],
+            "datetime": [day.to_pydatetime() for day in self.days],
+            "period": self.days.tz_localize(None).to_period("D"),
+        }[kind]
+        if kind != "period":
+            values = pd.Series(values, dtype=object)
+        table, expected = from_frame(self.frame(values)), from_frame(self.frame(self.days))
+        assert table.kind(1) == "date"
+        for part in table.parts(1):
+            np.testing.assert_array_equal(table.numbers(1, part), expected.numbers(1, part))
+
+    @pytest.mark.parametrize("missing", [None, np.nan, pd.NaT])
+    def test_one_row_without_a_date_is_predicted(self, missing):
+        probabilities = self.fit().predict_proba(self.frame([missing], 1))
+        expected = self.fit().predict_proba(self.frame(pd.to_datetime([None], utc=True), 1))
+        np.testing.assert_array_equal(probabilities, expected)
+
+    def test_numbers_in_a_column_of_dates_are_an_error(self):
+        with pytest.raises(ValueError, match="'day' has numbers, but it had dates in fit"):
+            self.fit().predict(self.frame([1.6e9], 1))
+
+    def test_dates_in_a_column_of_numbers_are_an_error(self):
+        model = classifier(max_epochs=2).fit(self.frame(np.arange(100)), self.y)
+        with pytest.raises(ValueError, match="'day' has dates, but it had numbers in fit"):
+            model.predict(self.frame(self.days))

@@ -180,3 +180,15 @@ def test_a_quantile_level_of_one_is_an_error():
     model, X, _ = fitted("regressor")
     with pytest.raises(ValueError, match="between 0 and 1"):
         model.predict_quantiles(X, [0.5, 1.0])
+
+
+@pytest.mark.parametrize("transform", ["none", "log", "quantile"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_fast_mean_is_that_of_the_whole_mixture(loss, transform):
+    torch.manual_seed(0)
+    values = torch.rand(50, 2, dtype=torch.float64)
+    head = GaussianHead(2, loss, transform=transform).scaled(values, torch.ones(50))
+    outputs = torch.randn(4, 30, head.outputs) - torch.linspace(0, 4, 30)[:, None]
+    (mean,) = head.predict_mean(outputs)
+    torch.testing.assert_close(mean, head.summarise(outputs)[0])
+    assert (mean == 0).any() or transform != "none"  # some means are bounded by 0

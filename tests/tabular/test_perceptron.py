@@ -17,7 +17,7 @@ from embens.tabular.perceptron import (
     Periodic,
     Rows,
     build_network,
-    run_members,
+    predict_rows,
 )
 
 
@@ -123,8 +123,9 @@ def test_outputs_of_many_rows_are_those_of_each_row():
     model, X, _ = fitted()
     preprocessing, encoder = model.preprocessing_, model.fitted_.encoder
     numbers, codes = preprocessing.encode(from_frame(X))
-    many = run_members(model.ensemble_, encoder, numbers.repeat(20, 1), codes.repeat(20, 1))
-    few = run_members(model.ensemble_, encoder, numbers, codes)
+    rows = Rows(numbers, codes, torch.zeros(len(X), 1))
+    many = predict_rows(model.ensemble_, encoder, rows[torch.arange(len(X)).repeat(20)])
+    few = predict_rows(model.ensemble_, encoder, rows)
     torch.testing.assert_close(many, few.repeat(1, 20, 1))
 
 

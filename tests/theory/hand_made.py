@@ -8,6 +8,18 @@ from torch import Tensor
 from embens.theory.kernel import Kernels, MemberKernel
 
 TRAIN, TEST = 7, 4
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def close(actual, expected, **tolerance):
+    """Compare tensors, to 1e-9 unless a tolerance is given."""
+    torch.testing.assert_close(actual, expected, **(tolerance or EXACT))
+
+
+def targets(*shape, seed=5) -> Tensor:
+    """Return normal targets."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def gram(generator: torch.Generator, n: int, rank: int | None = None) -> Tensor:

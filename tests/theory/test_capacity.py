@@ -93,6 +93,37 @@ def test_wide_networks_hold_more_members():
     assert (narrow.excess[1:] > wide.excess[1:]).all()
 
 
+def trained_error(scale: float, *, rate: float = 0.02, time: float = 100.0) -> float:
+    """Return the test error of 16 members at width 16, trained by gradient descent.
+
+    The change of outputs is multiplied by ``scale``. A large one keeps features as they were.
+    """
+    x_train, y_train, x_test, y_test = problem()
+    x = torch.cat([x_train, x_test])
+    ensemble = ensemble_of(16, 16, torch.Generator().manual_seed(0))
+    parameters = list(ensemble.shared_parameters())
+    with torch.no_grad():
+        start = ensemble(x)[..., 0]
+    for _ in range(round(time / rate)):
+        change = ensemble(x_train)[..., 0] - start[:, :TRAIN]
+        outputs = start[:, :TRAIN] + scale * change
+        loss = 0.5 * (outputs - y_train).square().sum() / TRAIN
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= rate / scale**2 * gradient
+    with torch.no_grad():
+        outputs = start + scale * (ensemble(x)[..., 0] - start)
+    return (outputs[:, TRAIN:].mean(0) - y_test).square().mean().item()
+
+
+@pytest.mark.long
+def test_networks_that_learn_features_leave_the_prediction():
+    linearised = linearised_error(16, 16, 100.0, seeds=1)
+    assert trained_error(30.0) == pytest.approx(linearised, rel=0.1)
+    assert trained_error(1.0) < 0.7 * linearised
+
+
 def test_a_layer_has_at_most_as_many_features_as_weights():
     report = predict(16, (1,))
     assert report.features["2"] == 16 * 16

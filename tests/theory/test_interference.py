@@ -180,33 +180,3 @@ def test_images_agree_with_drawn_networks(readout, name):
     draws = drawn_images(32, pre, post, x[0], x[1], draws=2000, readout=readout)
     drawn, error = variance(draws)
     assert abs(drawn / computed - 1) < 4 * error + 0.1
-
-
-class TestErrors:
-    def test_custom_forwards_are_named(self):
-        class Custom(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.up, self.down = Linear(5, 8), Linear(8, 1)
-
-            def forward(self, x):
-                return self.down(torch.relu(self.up(x)))
-
-        ensemble = embens.embed(Custom(), 2, pre=None, post=SIGNS)
-        with pytest.raises(TypeError, match=r"known for nn\.Sequential only"):
-            theory.interference(ensemble, points(2))
-
-    def test_per_member_layers_are_named(self):
-        ensemble = embens.embed(embens.networks.mlp(5, 8, 2), 2, pre=None, post=SIGNS, own="last")
-        with pytest.raises(TypeError, match=r"'4' .*differ between members"):
-            theory.interference(ensemble, points(2))
-
-    def test_modulated_inputs_are_named(self):
-        ensemble = embens.embed(embens.networks.mlp(5, 8, 2), 2, sites="all")
-        with pytest.raises(ValueError, match="exchangeable"):
-            theory.interference(ensemble, points(2))
-
-    def test_separate_networks_are_named(self):
-        ensemble = embens.independent(embens.networks.mlp(5, 8, 2), 2)
-        with pytest.raises(ValueError, match="separate networks"):
-            theory.interference(ensemble, points(2))

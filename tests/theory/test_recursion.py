@@ -109,7 +109,7 @@ REFUSED = {
     "recurrent": (Recurrent(), r"of 'lstm' \(LSTM\) is not known: there is no rule"),
     "attention": (
         between(nn.TransformerEncoderLayer(5, 1, 5)),
-        r"of '1' \(TransformerEncoderLayer\) is not known: its forward is custom code",
+        r"of '1' \(TransformerEncoderLayer\) is not known: its attention divides",
     ),
     "embedding": (
         nn.Sequential(

@@ -94,3 +94,201 @@ def test_correlated_queries_and_keys_raise():
 
     with pytest.raises(ValueError, match="queries and keys must be one stream"):
         theory.kernels(Correlated(4, tied=True), TOKENS)
+
+
+class Heads(nn.Module):
+    """A pre-norm block whose attention has several heads."""
+
+    def __init__(self, width: int, heads: int = 2, **options):
+        super().__init__()
+        self.heads, self.head_width = heads, width // heads
+        self.tokens, self.positions = nn.Embedding(6, width), nn.Embedding(3, width)
+        self.norm = nn.RMSNorm(width, elementwise_affine=False)
+        self.query, self.key = Linear(width, width, **options), Linear(width, width, **options)
+        self.value, self.out = Linear(width, width, **options), Linear(width, width, **options)
+        self.up, self.head = Linear(width, width, **options), Linear(width, 1, **options)
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+    def forward(self, x):
+        x = self.tokens(x) + self.positions(torch.arange(3))
+        h = self.norm(x)
+        n, t, width = h.shape
+        q, k, v = (
+            layer(h).view(n, t, self.heads, self.head_width).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        x = x + self.out(self.attend(q, k, v).transpose(1, 2).reshape(n, t, width))
+        return self.head(torch.relu(self.up(x)).mean(1))
+
+    def attend(self, q, k, v):
+        scores = q @ q.transpose(-2, -1) / self.head_width
+        return (scores + self.mask).softmax(-1) @ v
+
+
+class Linearised(Heads):
+    """Heads without a softmax, with the usual scale of scores."""
+
+    def attend(self, q, k, v):
+        return (q @ k.transpose(-2, -1)) * self.head_width**-0.5 @ v
+
+
+class Filled(Heads):
+    def attend(self, q, k, v):
+        scores = (q @ q.transpose(-2, -1)) * (1 / self.head_width)
+        hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1) @ v
+
+
+class Causal(Heads):
+    def attend(self, q, k, v):
+        scale = 1 / self.head_width
+        return F.scaled_dot_product_attention(q, q, v, is_causal=True, scale=scale)
+
+
+class Kept(Heads):
+    def attend(self, q, k, v):
+        kept = torch.ones(3, 3, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, q, v, kept, scale=1 / self.head_width)
+
+
+class Plain(Heads):
+    def attend(self, q, k, v):
+        return (q @ q.transpose(-2, -1) / self.head_width).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("build", [Heads, Linearised])
+def test_wide_heads_have_these_kernels(build):
+    heads = 2 if build is Heads else 16  # random scores concentrate over heads
+
+    def draw(generator, width=192):
+        torch.manual_seed(0 if generator is None else generator.initial_seed())
+        net = build(width, heads, generator=generator)
+        return embens.embed(
+            net, 2, None, laws.Shifted(0.8), example_input=TOKENS, generator=generator
+        )
+
+    k = expected(theory.kernels(draw(None, width=32), TOKENS))
+    for part, (mean, error) in average(draw, TOKENS, seeds=16).items():
+        if part.startswith("nngp"):
+            continue
+        scale = k[part.replace("cross", "same")].abs().mean()
+        excess = ((mean - k[part]).abs() - 0.06 * scale).clamp(min=0)
+        assert (excess <= 4 * error + 1e-12).all(), (part, mean, k[part], error)
+
+
+def test_heads_do_not_change_kernels():
+    class Single(Heads):
+        def forward(self, x):
+            x = self.tokens(x) + self.positions(torch.arange(3))
+            h = self.norm(x)
+            q = self.query(h)
+            weights = (q @ q.transpose(-2, -1) / 8).softmax(-1)
+            return self.head(torch.relu(self.up(x + self.out(weights @ self.value(h)))).mean(1))
+
+    ours, theirs = theory.kernels(Plain(8, 4), TOKENS), theory.kernels(Single(8), TOKENS)
+    torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("build", [Filled, Causal, Kept])
+def test_every_way_to_write_a_causal_mask_has_the_same_kernels(build):
+    ours, theirs = theory.kernels(build(8), TOKENS), theory.kernels(Heads(8), TOKENS)
+    unmasked = theory.kernels(Plain(8), TOKENS)
+    torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-12, atol=0)
+    assert (unmasked.ntk_shared.same - theirs.ntk_shared.same).abs().max() > 1e-3
+
+
+def test_linear_attention_is_a_product_of_three_kernels():
+    """Without embeddings of positions or norms, by the formula of Hron et al. for one block."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            names = ("stem", "query", "key", "value", "out")
+            for name in names:
+                setattr(self, name, Linear(5 if name == "stem" else 8, 8, weight_std=1.3))
+            self.head = Linear(8, 1)
+
+        def forward(self, x):
+            h = self.stem(x)
+            q, k, v = (
+                layer(h).view(-1, 3, 4, 2).transpose(1, 2)
+                for layer in (self.query, self.key, self.value)
+            )
+            mixed = (q @ k.transpose(-2, -1) / 2**0.5) @ v
+            return self.head(self.out(mixed.transpose(1, 2).flatten(2)).mean(1))
+
+    x = torch.randn(3, 3, 5, generator=torch.Generator().manual_seed(0))
+    w = 1.3**2
+    stem = w * torch.einsum("isc,jtc->ijst", x, x) / 5
+    k, theta = w * stem, w * stem + w * stem  # of queries, keys and values
+    pairs = (k * k).sum((-2, -1), keepdim=True)
+    slopes = 2 * (k * theta).sum((-2, -1), keepdim=True)
+    mixed, tangents = k * pairs, theta * pairs + k * slopes
+    nngp = (w * mixed).mean((-2, -1))
+    ntk = (w * mixed + w * tangents).mean((-2, -1)) + nngp
+    kernels = theory.kernels(Block(), x)
+    torch.testing.assert_close(kernels.nngp.same, nngp, rtol=1e-12, atol=0)
+    torch.testing.assert_close(kernels.ntk_shared.same, ntk, rtol=1e-12, atol=0)
+
+
+REFUSED_HEADS = {
+    "usual scale": (lambda s, q, k, v: F.scaled_dot_product_attention(q, k, v), "stay random"),
+    "one random head": (
+        lambda s, q, k, v: (q @ k.transpose(-2, -1)) * 0.3 @ v,
+        "linear attention with scores multiplied by 0.3 has no rule",
+    ),
+    "mask of each head": (
+        lambda s, q, k, v: F.scaled_dot_product_attention(
+            q, q, v, torch.zeros(2, 3, 3), scale=1 / s.head_width
+        ),
+        "the same for all inputs and heads",
+    ),
+    "empty row": (
+        lambda s, q, k, v: F.scaled_dot_product_attention(
+            q, q, v, torch.zeros(3, 3, dtype=torch.bool), scale=1 / s.head_width
+        ),
+        "must leave a key to every query",
+    ),
+    "slice of features": (
+        lambda s, q, k, v: q[:, :, :, :1] @ k[:, :, :, :1].transpose(-2, -1) @ v,
+        "'getitem' is not known",
+    ),
+    "operation": (lambda s, q, k, v: q.cumsum(1), "'cumsum' is not known"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_HEADS)
+def test_other_attention_is_refused_with_its_line(name):
+    attend, message = REFUSED_HEADS[name]
+
+    class Refused(Heads):
+        pass
+
+    Refused.attend = attend
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
+        theory.kernels(Refused(8), TOKENS)
+    assert "test_scores.py" in str(raised.value)
+
+
+def test_layers_of_each_head_are_refused():
+    class PerHead(Heads):
+        def __init__(self):
+            super().__init__(8)
+            self.inner = Linear(4, 4)
+
+        def attend(self, q, k, v):
+            return self.inner(v)
+
+    with pytest.raises(TypeError, match=r"'inner' \(Linear\) acts on every head"):
+        theory.kernels(PerHead(), TOKENS)
+
+
+def test_heads_of_one_feature_are_refused():
+    with pytest.raises(ValueError, match="one feature do not show whether"):
+        theory.kernels(Plain(4, 4), TOKENS)
+
+
+def test_attention_of_torch_is_refused_with_the_reason():
+    net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    with pytest.raises(TypeError, match=r"root of the width.*F\.scaled_dot_product_attention"):
+        theory.kernels(nn.Sequential(Linear(5, 8), net, Linear(8, 1)), torch.zeros(2, 3, 5))

@@ -310,3 +310,13 @@ def test_small_data_have_the_same_batches_as_large_data(start, monkeypatch):
         assert torch.equal(first.inputs[0], second.inputs[0])
         assert torch.equal(first.target, second.target)
         assert torch.equal(first.weight, second.weight)
+
+
+def test_a_list_of_batches_raises_with_the_fix():
+    x, y = problem.data(40)
+    batches = [(x[:20], y[:20]), (x[20:], y[20:])]
+    message = "takes 1 input, got 2"
+    with pytest.raises(ValueError, match=message):
+        fit(problem.ensemble(), batches, epochs=1)
+    with pytest.raises(ValueError, match=message):
+        embens.evaluate(problem.ensemble(), batches)

@@ -10,8 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import deque
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +158,49 @@ def test_an_optimizer_of_the_user_resumes_bit_for_bit(tmp_path):
         run("interrupted", modulation_lr=0.2)
 
 
+class Remembering(nn.Module):
+    """Keeps a counter and its last activations in attributes, and reads them in the next pass."""
+
+    def __init__(self, past: Any = None):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+        self.calls, self.result, self.past = 0, None, past
+
+    def forward(self, x):
+        h = torch.relu(self.first(x))
+        self.calls += 1
+        if self.past is not None:
+            self.past.append(self.calls)
+            h = h + len(self.past)
+        if self.result is not None:
+            h = h + self.result
+        self.result = h.detach().mean(0)
+        return self.last(h) * (1 + 1 / self.calls)
+
+
+def remembering(folder, *callbacks, past=None):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    ensemble = embens.batch_ensemble(Remembering(past), 3, generator=generator)
+    fit(ensemble, problem.data(), **SETTINGS, callbacks=[Checkpoint(folder, 2), *callbacks])
+    return ensemble
+
+
+def test_state_in_attributes_of_the_reference_resumes_bit_for_bit(tmp_path):
+    whole = remembering(tmp_path / "whole")
+    with pytest.raises(Stop):
+        remembering(tmp_path / "interrupted", Interrupt(7))
+    again = remembering(tmp_path / "interrupted")
+    problem.assert_equal(problem.weights(again), problem.weights(whole))
+    x, _ = problem.data(20, 9)
+    assert torch.equal(again(x), whole(x))
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match=r"keeps 'past' \(deque\), which a file cannot hold"):
+        remembering(tmp_path, past=deque(maxlen=3))
+
+
 def test_schedulers_by_step_resume_bit_for_bit(tmp_path):
     scheduler = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40)
     assert_resumes(tmp_path, ["every step"], every=3, scheduler=scheduler)
@@ -285,6 +330,26 @@ def test_a_damaged_file_is_refused_and_the_one_before_is_used(damage, tmp_path):
     problem.assert_equal(problem.weights(again), uninterrupted())
 
 
+def test_a_refused_file_is_set_aside_and_not_overwritten(tmp_path):
+    notes = tmp_path / "step-0000000003.safetensors"
+    notes.write_text("notes of the user")
+    with pytest.warns(UserWarning, match="checkpoint refused"):
+        fit(make(), problem.data(), **SETTINGS, callbacks=[Checkpoint(tmp_path, every=3)])
+    aside = tmp_path / "step-0000000003.safetensors.refused-1"
+    assert aside.read_text() == "notes of the user"
+
+
+def test_folders_and_broken_links_with_names_of_checkpoints_are_not_read(tmp_path):
+    folder, link = (tmp_path / f"step-000000009{digit}.safetensors" for digit in (8, 9))
+    folder.mkdir()
+    link.symlink_to(tmp_path / "nowhere")
+    ensemble = make()
+    fit(ensemble, problem.data(), **SETTINGS, callbacks=[Checkpoint(tmp_path)])
+    problem.assert_equal(problem.weights(ensemble), uninterrupted())
+    assert folder.is_dir()
+    assert link.is_symlink()
+
+
 def test_foreign_files_are_refused_with_a_reason(tmp_path):
     def place(step: int, tensors: dict, metadata: dict | None) -> None:
         save_file(tensors, tmp_path / f"step-{step:010d}.safetensors", metadata)
@@ -360,6 +425,9 @@ def test_a_file_in_place_of_the_folder_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="expected a folder"):
         Checkpoint(tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match="broken link"):
+        Checkpoint(tmp_path / "link")
     with pytest.raises(ValueError, match="every must be"):
         Checkpoint(tmp_path, every=0)
 
@@ -527,3 +595,16 @@ def test_an_extended_run_with_a_constant_rate_equals_one_long_run(tmp_path):
 
 def constant_rate(optimizer):
     return optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+
+
+def test_a_run_whose_rates_drift_from_gamma_continues(tmp_path):
+    def make_scheduler(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4, eta_min=0.05)
+
+    arguments = {"lr": 0.1, "scheduler": make_scheduler, "callbacks": [Checkpoint(tmp_path)]}
+    with pytest.warns(UserWarning, match="so gamma changes"):
+        fit(problem.ensemble(p=0.9), problem.data(), epochs=4, **arguments)
+    ensemble = problem.ensemble(p=0.9)
+    # A checkpoint that is refused is a warning, and warnings are errors here.
+    history = fit(ensemble, problem.data(), epochs=4, **arguments)
+    assert len(history.epochs) == 4

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn, optim
+from torch import optim
 from torch.utils.data import DataLoader, TensorDataset
 from training import problem
 
@@ -19,7 +19,6 @@ from embens import laws
 from embens.training import KeepLast, fit, linear_decay
 from embens.training.batches import batches_of
 from embens.training.hints import REMOVED_ARGUMENTS
-from embens.training.loop import can_fuse
 
 
 def bare_loop(ensemble, optimizer, x, y, *, epochs, batch_size):
@@ -75,16 +74,6 @@ def test_an_optimizer_sets_all_rates_and_decays():
         train(ensemble=ensemble, optimizer=optimizer, epochs=4, batch_size=16)
         weights.append(problem.weights(ensemble))
     problem.assert_equal(*weights)
-
-
-def test_an_optimizer_excludes_lr_and_gamma_and_needs_parameters_of_the_ensemble():
-    ensemble, other = problem.ensemble(), problem.ensemble()
-    optimizer = torch.optim.SGD(ensemble.parameter_groups())
-    for options in ({"lr": 0.1}, {"gamma": 1}):
-        with pytest.raises(ValueError, match="leave out lr= and gamma="):
-            fit(ensemble, problem.data(), epochs=1, optimizer=optimizer, **options)
-    with pytest.raises(ValueError, match="no parameter of this ensemble"):
-        fit(other, problem.data(), epochs=1, optimizer=optimizer)
 
 
 def generator():
@@ -210,17 +199,6 @@ def test_any_torch_scheduler_is_used():
     assert rates(step) == pytest.approx([0.01, 0.001, 0.001, 0.0001])
     plateau = partial(schedulers.ReduceLROnPlateau, patience=0, threshold=1e3, threshold_mode="abs")
     assert rates(plateau, validation=problem.data()) == pytest.approx([1e-2, 1e-2, 1e-3, 1e-4])
-
-
-def test_updates_are_fused_only_where_the_kernel_is_correct():
-    def fused(reference):
-        return can_fuse(embens.embed(reference, 2, pre=None, post=laws.Rademacher(), sites="all"))
-
-    assert fused(nn.Linear(4, 3))
-    strided = nn.Linear(4, 3)
-    strided.weight = nn.Parameter(torch.randn(4, 3).t())
-    assert not fused(nn.Sequential(strided))
-    assert not fused(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)))
 
 
 @pytest.mark.parametrize(

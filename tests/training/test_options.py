@@ -172,7 +172,7 @@ def test_the_metrics_of_a_regression_have_names():
     history = fit(problem.ensemble(outputs=1), data, data, epochs=3, callbacks=[KeepBest("rmse")])
     row = history.epochs[history.best_epoch - 1]
     assert row["metric"] == row["validation_rmse"]
-    for metric in ("nll", "accuracy"):
+    for metric in ("nll", "accuracy", "brier", "ece"):
         with pytest.raises(ValueError, match=f"{metric}' is not defined .* history has loss, rmse"):
             fit(problem.ensemble(outputs=1), data, data, epochs=1, callbacks=[KeepBest(metric)])
 

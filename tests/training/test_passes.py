@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import problem
 
 import embens
-from embens.optim import member_losses
+from embens.losses import member_losses
+from embens.optim import total_cross_entropy
 from embens.training import Batches, Options, fit
 from embens.training.batches import Minibatch, batches_of
-from embens.training.passes import Passes, total_cross_entropy
+from embens.training.passes import Passes
 from embens.training.tally import Tally
 
 x, y = problem.data()
@@ -188,3 +189,8 @@ def test_the_total_cross_entropy_is_the_sum_over_members(classes):
 def test_a_column_of_labels_raises_with_the_fix():
     with pytest.raises(ValueError, match="Squeeze a column of classes"):
         fit(problem.ensemble(), (x, y[:, None]), epochs=1)
+
+
+def test_integer_targets_of_a_regression_raise_with_the_fix():
+    with pytest.raises(ValueError, match=r"at least two outputs, got 1\. Pass target\.float\(\)"):
+        fit(problem.ensemble(outputs=1), (x, y), epochs=1)

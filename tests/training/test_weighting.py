@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import problem
 
 import embens
-from embens.optim import squared_error
+from embens.losses import squared_error
 from embens.training import Batches, KeepBest, Objective, fit
 from embens.training.weighting import WeightedTarget, weighted
 

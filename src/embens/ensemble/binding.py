@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from embens import optim
 from embens.checks import check_choice
+from embens.losses import BATCH_KINDS
 
 
 def bind_inputs(reference: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -25,7 +26,7 @@ def bind_inputs(reference: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dic
     Raises:
         TypeError: if a dictionary does not fit the forward of the reference.
     """
-    if isinstance(inputs, (tuple, list)):
+    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
         return tuple(inputs), {}
     if not isinstance(inputs, Mapping):
         return (inputs,), {}
@@ -80,7 +81,7 @@ def check_rows(inputs: tuple[Any, ...], batch: str, members: int) -> None:
         batch: how rows are assigned to members.
         members: number of members.
     """
-    check_choice("batch", batch, optim.BATCH_KINDS)
+    check_choice("batch", batch, BATCH_KINDS)
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if not shapes:
         raise ValueError(f"batch={batch!r} needs a tensor among the positional inputs.")

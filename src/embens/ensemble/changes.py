@@ -29,17 +29,17 @@ class StateGuard:
 
     Args:
         copied: the copy that is about to run.
-        compare: whether to compare the sums of parameters, which finds changes of
+        compare: whether to compare the values of parameters, which finds changes of
             ``parameter.data``. Members run the same code, so this is done for one member of each
             pass.
-        exact: whether to compare all values, which also finds rows that change places.
     """
 
-    def __init__(self, copied: MemberCopy, *, compare: bool, exact: bool = False):
+    def __init__(self, copied: MemberCopy, *, compare: bool):
         self.copied = copied
         self.modules: list[tuple[str, nn.Module, dict, dict]] = []
         self.children: list[list[nn.Module | None]] = []
         self.marks: dict[str, tuple[int, int]] = {}  # version and address of parameters
+        self.gradients: dict[str, tuple[Tensor, int]] = {}  # gradients and their versions
         self.saved: dict[str, Tensor] = {}  # values of shared buffers
         shared_buffers = {}
         for prefix, module, _ in copied.pairs:
@@ -49,18 +49,19 @@ class StateGuard:
             parameters, buffers = dict(module._parameters), dict(module._buffers)
             self.modules.append((prefix, module, parameters, buffers))
             self.children.append(list(module._modules.values()))
-            if getattr(module, "max_norm", None) is None:  # such an embedding scales its rows
-                for key, parameter in parameters.items():
-                    if parameter is not None:
-                        self.marks[prefix + key] = _mark(parameter)
+            is_compared = getattr(module, "max_norm", None) is None  # or it scales its rows
+            for key, parameter in parameters.items():
+                if parameter is None:
+                    continue
+                if is_compared:
+                    self.marks[prefix + key] = _mark(parameter)
+                if parameter.is_leaf and parameter.grad is not None:
+                    self.gradients[prefix + key] = (parameter.grad, parameter.grad._version)
             for key, buffer in buffers.items():
                 if buffer is not None and shared_buffers.get(prefix, {}).get(key) is buffer:
                     self.saved[prefix + key] = buffer.detach().clone()
         self.compared = self._compared_parameters() if compare else {}
-        self.sums = _sums(self.compared)
-        self.values: dict[str, Tensor] = {}
-        if exact:
-            self.values = {name: p.detach().clone() for name, p in self.compared.items()}
+        self.sums = {name: _sums(parameter) for name, parameter in self.compared.items()}
 
     def _compared_parameters(self) -> dict[str, Tensor]:
         """Return the parameters whose values can be compared: not those of torch.func."""
@@ -93,11 +94,10 @@ class StateGuard:
                 mark = self.marks.get(prefix + key)
                 if mark is not None and mark != _mark(parameter):
                     _refuse_parameter(prefix + key)
-        for name, is_same in zip(self.compared, _sums(self.compared) == self.sums, strict=True):
-            if not is_same:
-                _refuse_parameter(name)
-        for name, value in self.values.items():
-            if not _is_equal(self.compared[name], value):
+                if prefix + key in self.gradients:
+                    _check_gradient(prefix + key, parameter, *self.gradients[prefix + key])
+        for name, sums in self.sums.items():
+            if not _is_equal(_sums(self.compared[name]), sums):
                 _refuse_parameter(name)
 
     def buffer_changes(self) -> list[BufferChange]:
@@ -195,6 +195,18 @@ def _refuse_parameter(name: str) -> None:
     )
 
 
+def _check_gradient(name: str, parameter: Tensor, before: Tensor, version: int) -> None:
+    """Raise if a gradient was removed or set to zero; code may add to gradients."""
+    after = parameter.grad
+    if after is before and after._version == version:
+        return
+    if after is None or not after.any():
+        raise RuntimeError(
+            f"the forward of the reference erases the gradient of {name!r}, to which other members "
+            "have added. Call zero_grad() outside of the forward."
+        )
+
+
 def _mark(tensor: Tensor) -> tuple[int, int]:
     """Return version and address of a tensor, which most changes alter."""
     version = 0 if tensor.is_inference() else tensor._version
@@ -204,15 +216,18 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
         return version, 0
 
 
-def _sums(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of each tensor, in double precision; NaN counts as 0."""
-    sums = []
-    for tensor in tensors.values():
-        value = tensor.detach()
-        if value.is_complex():
-            value = torch.view_as_real(value)
-        sums.append(value.sum(dtype=torch.float64).cpu())
-    return torch.stack(sums).nan_to_num() if sums else torch.zeros(0)
+def _sums(tensor: Tensor) -> Tensor:
+    """Return sums along and across the rows of a tensor, which show any change of its values.
+
+    They take much less memory than a copy. Tensors of one axis are small and copied.
+    """
+    value = tensor.detach()
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    if value.dim() < 2:
+        return value.clone()
+    rows = value.flatten(1)
+    return torch.cat([rows.sum(0, dtype=torch.float64), rows.sum(1, dtype=torch.float64)])
 
 
 def _is_equal(left: Tensor, right: Tensor) -> bool:

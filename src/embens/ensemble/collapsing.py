@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from embens.ensemble.merged import computed_tensors, member_tensors, plain_network
 from embens.graph.reading import Flow, read_flow
+from embens.graph.snapshots import HOOKS
 from embens.graph.watching import watch_flow
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def collapse(ensemble: "EmbeddedEnsemble", example_input: Any = None) -> nn.Modu
 def _why_not_collapsible(ensemble: "EmbeddedEnsemble", flow: Flow) -> str:
     """Return why the mean of the members' outputs is not one network's; "" if it is."""
     spec = ensemble.spec
+    for name, module in ensemble.reference.named_modules():
+        if any(vars(module)[hooks] for hooks in HOOKS):
+            return f"{name or 'the reference'!r} has a hook"
     if spec.separate:
         return "its members are separate networks"
     if any(site.fresh for site in spec.sites):

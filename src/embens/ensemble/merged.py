@@ -127,7 +127,6 @@ class MergedExecutor:
         self.reference_attributes: Attributes | None = None
         self.is_noted = True  # whether attributes that the code has changed are noted
         self.changed_names: set[str] = set()  # attributes that the user's code has changed
-        self.checked_modes: set[bool] = set()  # modes in which all parameters were compared
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
@@ -169,6 +168,11 @@ class MergedExecutor:
         self.reference_attributes = Attributes(self.ensemble.reference)
         for copied, member_attributes in zip(self.copies, attributes, strict=True):
             copied.set_attributes(member_attributes)
+
+    def restore_attributes(self, attributes: list[dict[str, dict[str, Any]]]) -> None:
+        """Set the attributes of copies yet to be made, by member and module."""
+        self.attributes = attributes
+        self.is_noted = False
 
     def member_attributes(self) -> list[dict[str, dict[str, Any]]]:
         """Return the attributes that the user's code has set, by member and module."""
@@ -246,11 +250,9 @@ class MergedExecutor:
             return outputs
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
-            mode = copied.module.training
-            guard = StateGuard(copied, compare=a == 0, exact=mode not in self.checked_modes)
+            guard = StateGuard(copied, compare=a == 0)
             outputs = self._call(copied.module, args, kwargs)
             guard.check()
-            self.checked_modes.add(mode)
             for name, buffer in guard.store_buffers(tensors).items():
                 self._replace_buffer(a, name, buffer, values)
             for change in guard.buffer_changes():
@@ -263,6 +265,13 @@ class MergedExecutor:
         """Call a member; explain an error that a plain network does not have."""
         try:
             return module(*args, **kwargs)
+        except ValueError as error:
+            if "Cannot assign non-leaf Tensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "the forward of the reference assigns a weight of one layer to another layer, but "
+                "the weights of a member are computed in each pass. Tie the weights in __init__."
+            ) from error
         except RuntimeError as error:
             if "requires_grad flags of leaf" not in str(error):
                 raise

@@ -217,7 +217,7 @@ class EmbeddedEnsemble(nn.Module):
         super().__setstate__(state)
         self._derive()
         if member_attributes is not None:
-            self.merged.attributes = member_attributes
+            self.merged.restore_attributes(member_attributes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddedEnsemble":
         memo.update(detached_state(self.reference))
@@ -485,7 +485,7 @@ class EmbeddedEnsemble(nn.Module):
                 return None, []
         if self.call_reason:
             self.call_reason = ""
-        modes = (per_member, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+        modes = (per_member, torch.is_grad_enabled(), _autocast_type())
         if torch.compiler.is_compiling():
             index = self._folding_index(ranks, constants, modes)
             return self.foldings[index].folded, arguments
@@ -495,7 +495,7 @@ class EmbeddedEnsemble(nn.Module):
         return folding.folded, arguments
 
     def _find_folding(
-        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
     ) -> "_Folding":
         """Return the folding for one kind of call, which is made on the first such call."""
         changed = set() if self._merged is None else self._merged.changed_attributes()
@@ -510,7 +510,7 @@ class EmbeddedEnsemble(nn.Module):
 
     @constant_when_compiled
     def _folding_index(
-        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[bool, ...]
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
     ) -> int:
         """Return the index of a folding. torch.compile cannot follow torch.fx, so it calls this."""
         folding = self._find_folding(ranks, constants, modes)
@@ -524,6 +524,8 @@ class EmbeddedEnsemble(nn.Module):
             self.argument_names = _argument_names(self.reference)
         if len(inputs) > len(self.argument_names):
             return None
+        if kwargs and not kwargs.keys().isdisjoint(self.argument_names[: len(inputs)]):
+            return None  # an argument occurs twice, which the call of the reference refuses
         named = dict(zip(self.argument_names, inputs, strict=False)) | kwargs
         tensors, constants = {}, {}
         for name, value in named.items():
@@ -754,9 +756,9 @@ class EmbeddedEnsemble(nn.Module):
 
     @property
     def executor(self) -> str:
-        """How members run: "folded", or "merged: …" with the reason.
+        """Executor of the members, "folded" or "merged", and the reason if it is merged.
 
-        Before the first call this is judged for an input with two axes.
+        Before the first call it is determined for an input with two axes.
         """
         if self.call_reason:
             return f"merged: {self.call_reason}"
@@ -766,7 +768,7 @@ class EmbeddedEnsemble(nn.Module):
             if not names:
                 return "merged: its arguments are not fixed"
             ranks = dict.fromkeys(names, 2)
-            modes = (False, True, False)
+            modes = (False, True, None)
             if self.preview is None or not self.preview.fits(ranks, {}, modes, set()):
                 self.preview = _Folding(self, ranks, {}, modes)
             folding = self.preview
@@ -785,7 +787,7 @@ class _Folding:
         ensemble: EmbeddedEnsemble,
         ranks: dict[str, int],
         constants: dict[str, Any],
-        modes: tuple[bool, ...],
+        modes: tuple[Any, ...],
         changed: Collection[str] = (),
     ):
         self.changed = set(changed)
@@ -1041,6 +1043,13 @@ def _refuse_parametrizations(reference: nn.Module) -> None:
     for name, module in reference.named_modules():
         if parametrize.is_parametrized(module):
             raise Unfoldable(f"{name or 'the reference'!r} is parametrized")
+
+
+def _autocast_type() -> torch.dtype | None:
+    """Return the type that autocast uses on the CPU, or None if it is off."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    return None
 
 
 def _has_global_hooks() -> bool:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from embens import markdown
+from embens.checks import warn
+from embens.ensemble.attributes import attribute_names, read_attributes
 from embens.files import Format, checksum, is_format, is_leftover, write_tensors
 from embens.folders import write_folder
 
@@ -21,12 +23,20 @@ if TYPE_CHECKING:
 
 FORMAT = Format("embens ensemble", 4)
 FILE, CARD = "ensemble.safetensors", "README.md"
+CARD_START = "---\nlibrary_name: embens\n"
 
 
 def save(
     ensemble: "EmbeddedEnsemble", path: str | os.PathLike[str], *, shared: bool = True
 ) -> None:
     """Write an ensemble; see :meth:`embens.EmbeddedEnsemble.save`."""
+    names = attribute_names(read_attributes(ensemble))
+    if names:
+        warn(
+            f"the file will not hold {', '.join(names)}, which the forward of the reference sets "
+            "and reads, so the loaded members start without them. Keep them in buffers "
+            "(register_buffer)."
+        )
     header: dict[str, Any] = {"spec": ensemble.spec.to_dict()}
     tensors = dict(ensemble.state_dict())
     if not shared:
@@ -73,7 +83,17 @@ def save_pretrained(
 def is_pretrained(folder: Path) -> bool:
     """Return whether a folder was written by :func:`save_pretrained` and holds nothing else."""
     names = {path.name for path in folder.iterdir() if not is_leftover(path)}
-    return names <= {FILE, CARD} and is_format(folder / FILE, FORMAT)
+    if not names <= {FILE, CARD} or not is_format(folder / FILE, FORMAT):
+        return False
+    return CARD not in names or _is_card(folder / CARD)
+
+
+def _is_card(path: Path) -> bool:
+    """Return whether a file begins as a model card does; a user's README does not."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(CARD_START)) == CARD_START.encode()
 
 
 def model_card(
@@ -104,7 +124,7 @@ def model_card(
     }
     weights = "" if has_shared else f" with the weights of {base or 'the trained network'}"
     tags = ", ".join(markdown.tag(name) for name in ("ensemble", "uncertainty", spec.family))
-    lines = ["---", "library_name: embens", f"tags: [{tags}]"]
+    lines = [*CARD_START.splitlines(), f"tags: [{tags}]"]
     if base:
         lines.append(f"base_model: {markdown.quote(base)}")
     title = markdown.escape(f"{spec.members} members in one {network}")

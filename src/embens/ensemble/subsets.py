@@ -31,7 +31,7 @@ def subset(ensemble: "EmbeddedEnsemble", indices: Sequence[int]) -> "EmbeddedEns
     if ensemble.generator_state is not None:
         smaller.generator_state = ensemble.generator_state.clone()
     attributes = ensemble.merged.member_attributes()
-    smaller.merged.attributes = [copy_attributes(attributes[a]) for a in indices]
+    smaller.merged.restore_attributes([copy_attributes(attributes[a]) for a in indices])
     return smaller
 
 

@@ -21,6 +21,8 @@ PathLike = str | os.PathLike[str]
 
 # Temporary names are ".<name>.<host>-<process>-<random>".
 _TEMPORARY_NAME = re.compile(r"\.(.+)\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}")
+_LONGEST_NAME = 200
+"""Bytes of a name in a temporary name, which file systems limit to 255 bytes."""
 _DAY = 86_400  # seconds
 
 
@@ -139,7 +141,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
         if match is None:
             continue
         target, host, process = match.groups()
-        if name is not None and target != name:
+        if name is not None and target != _shortened(name):
             continue
         with contextlib.suppress(OSError):  # another writer may remove it at the same time
             is_dead = host == _host() and not _is_alive(int(process))
@@ -156,7 +158,16 @@ def is_leftover(path: Path) -> bool:
 def temporary_path(path: Path) -> Path:
     """Return a new temporary name in the folder of a path."""
     writer = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return path.with_name(f".{path.name}.{writer}")
+    return path.with_name(f".{_shortened(path.name)}.{writer}")
+
+
+def _shortened(name: str) -> str:
+    """Return a name, or its start and its checksum if a longer name would be too long."""
+    encoded = os.fsencode(name)
+    if len(encoded) <= _LONGEST_NAME:
+        return name
+    start = encoded[: _LONGEST_NAME // 2].decode(errors="ignore")
+    return f"{start}~{zlib.crc32(encoded):08x}"
 
 
 def _host() -> str:

@@ -37,7 +37,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
     owner = ""
     with contextlib.suppress(OSError):
         owner = path.read_text(errors="replace").strip()  # acquire() truncates the file
-    if path.is_dir() or (owner and not owner.startswith("process ")):
+    if path.is_dir() or path.is_symlink() or (owner and not owner.startswith("process ")):
         raise FileExistsError(
             errno.EEXIST, f"{what} can't be locked: this is not a lock file. Move it", str(path)
         )

@@ -75,6 +75,7 @@ def write_tensors(
     Raises:
         OSError: if no file can be written there; see :func:`check_output`.
         ValueError: if a tensor is on the meta device.
+        TypeError: if a value is no dense tensor.
 
     Example:
         >>> import tempfile
@@ -90,6 +91,12 @@ def write_tensors(
     stored: dict[str, Tensor] = {}
     addresses: set[int] = set()
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            described = getattr(tensor, "layout", type(tensor).__name__)
+            raise TypeError(
+                f"{name!r} cannot be written: a file holds dense tensors, got {described}. Keep it "
+                "out of the state: register_buffer(persistent=False), no get_extra_state."
+            )
         if tensor.is_meta:
             raise ValueError(f"{name!r} has no values to write: it is on the meta device")
         tensor = tensor.detach().cpu().contiguous()

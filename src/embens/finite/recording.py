@@ -34,13 +34,15 @@ from embens.finite.calls import (
     make_call,
     separate_input,
 )
-from embens.finite.grams import MemberGradients, SampleGradients, contract
-
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""Relative rounding differences between a sample in a batch and the same sample alone."""
-
-VANISHING = 1e-5
-"""Gradients that are smaller than this, relative to the largest, say nothing about a rule."""
+from embens.finite.grams import MemberGradients, SampleGradients
+from embens.finite.verification import (
+    VANISHING,
+    is_close,
+    keeps_samples_first,
+    reproduces,
+    try_rules,
+    with_noise,
+)
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ class Recorder:
             ValueError: if a sample's output depends on the other samples, or is random.
         """
         check_modes(self._networks[0])
-        probe = _with_noise(pair)
+        probe = with_noise(pair)
         try:
             general, calls = self._find_general(probe)
         except (RuntimeError, IndexError):
@@ -278,14 +280,14 @@ class Recorder:
         weights = torch.cos(1.0 + torch.arange(output.numel()))  # generic values
         cotangent = weights.to(output).view_as(output)
         expected = self._expected_gradients(sample, cotangent[:1])
-        gradients, general = _try_rules(output, calls, cotangent[None])
+        gradients, general = try_rules(output, calls, cotangent[None])
         sizes = [float(gradient.abs().max()) for gradient in expected.values()]
         threshold = VANISHING * max(sizes, default=0.0)
         for key, gradient in expected.items():
             if float(gradient.abs().max()) > threshold:
-                holds = _reproduces(gradients, key, gradient)
+                holds = reproduces(gradients, key, gradient)
             else:
-                holds = _keeps_samples_first(key, calls, alone)
+                holds = keeps_samples_first(key, calls, alone)
             if not holds:
                 general.add(key)
         # Other samples may use parameters that this one does not.
@@ -325,7 +327,7 @@ class Recorder:
                 f"the network cannot run on a batch of one sample, of shape {shapes} ({error}). A "
                 "kernel between samples needs the batch as the first axis of inputs and outputs."
             ) from error
-        if first.shape[1:] != output.shape[1:] or not _is_close(output[:1], first):
+        if first.shape[1:] != output.shape[1:] or not is_close(output[:1], first):
             raise ValueError(
                 "the output of a sample depends on other samples of its batch, or is random. A "
                 "kernel between samples needs outputs that are functions of one sample. Call "
@@ -339,82 +341,7 @@ def _parameters(ensemble: EmbeddedEnsemble) -> list[Tensor]:
     return [*ensemble.shared_parameters(), *ensemble.individual_parameters()]
 
 
-def _try_rules(
-    output: Tensor,
-    calls: list[Call],
-    cotangents: Tensor,
-) -> tuple[SampleGradients, set[int]]:
-    """Return the first member's gradients, and the ids of parameters with rules that fail."""
-    member = MemberGradients()
-    failed = set()
-    gradients_of_calls = backward(output, calls, cotangents)
-    for call, gradients in zip(calls, gradients_of_calls, strict=True):
-        try:
-            add_call(member, call, gradients, 0, len(output))
-        except RuntimeError:  # the layer was called without the batch axis
-            failed |= call.facts.parameter_keys()
-    return SampleGradients(len(output), [member]), failed
-
-
-def _reproduces(gradients: SampleGradients, key: int, expected: Tensor) -> bool:
-    """Return True if the first sample's gradient has the norm that autograd gives."""
-    member = gradients.members[0]
-    uses = member.weights.get(key, [])
-    if (key in member.rows) == bool(uses):
-        return False  # no use, or uses of different kinds
-    if len({type(use.layer) for use in uses}) > 1:
-        return False  # a weight tied between layers of different kinds
-    try:
-        square = contract(key, gradients)[0, 0]
-    except RuntimeError:  # the layer was called without the batch axis
-        return False
-    return _is_close(square, expected.square().sum())
-
-
-def _keeps_samples_first(key: int, calls: list[Call], alone: list[Call]) -> bool:
-    """Return True if a parameter's layers see the first sample's rows first.
-
-    Args:
-        key: the id of a parameter with a gradient of 0, which cannot be compared.
-        calls: of two samples.
-        alone: of the first sample alone.
-    """
-    if len(calls) != len(alone):
-        return False
-    used = False
-    for call, single_call in zip(calls, alone, strict=True):
-        if key not in call.facts.parameter_keys():
-            continue
-        used = True
-        rows = len(single_call.value)
-        if len(call.value) != 2 * rows:
-            return False
-        if not _is_close(call.value[:rows], single_call.value):
-            return False
-    return used
-
-
-def _is_close(value: Tensor, expected: Tensor) -> bool:
-    if value.shape != expected.shape:
-        return False
-    error = (value - expected).abs().max()
-    return bool(error <= TOLERANCE.get(expected.dtype, 0.05) * expected.abs().max())
-
-
 def _to_channels_last(x: Tensor) -> Tensor:
     if x.dim() == 4:
         return x.contiguous(memory_format=torch.channels_last)
     return x
-
-
-def _with_noise(inputs: Inputs) -> Inputs:
-    """Add fixed noise to floating-point inputs."""
-    generator = torch.Generator().manual_seed(0)
-    noisy = []
-    for x in inputs:
-        if x.is_floating_point():
-            noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-            scale = float(x.abs().max()) or 1.0
-            x = x + 0.1 * scale * noise
-        noisy.append(x)
-    return tuple(noisy)

@@ -7,8 +7,10 @@ into is a black box: its layers are taken in the order of their registration.
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from embens.graph.misreadings import Untraceable
 from embens.graph.operations import RANDOM_MODULES
 from embens.sites import is_layer
 
@@ -87,7 +89,17 @@ def trace_encoder(
     src_key_padding_mask: Any = None,
     is_causal: bool | None = None,
 ) -> Any:
-    """Do what ``nn.TransformerEncoder`` does, without its checks of concrete values."""
+    """Do what ``nn.TransformerEncoder`` does, without its checks of concrete values.
+
+    Raises:
+        Untraceable: if torch would do something else: it returns zeros at padded positions where
+            no gradients are needed, and leaves masks to ``is_causal``.
+    """
+    needs_gradients = torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())
+    if src_key_padding_mask is not None and not encoder.training and not needs_gradients:
+        raise Untraceable("TransformerEncoder with a padding mask runs another kernel")
+    if is_causal:
+        raise Untraceable("TransformerEncoder is called with is_causal=True")
     for layer in encoder.layers:
         src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask)
     if encoder.norm is not None:
@@ -103,6 +115,8 @@ def trace_encoder_layer(
     is_causal: bool = False,
 ) -> Any:
     """Do what ``nn.TransformerEncoderLayer`` does, without its fused kernel."""
+    if is_causal:
+        raise Untraceable("TransformerEncoderLayer is called with is_causal=True")
 
     def attend(x: Any) -> Any:
         x, _ = layer.self_attn(

@@ -13,9 +13,9 @@ values of the members are inputs of the graphs, so the graphs have no state.
 
 import inspect
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from embens import networks
+from embens.checks import warn
 from embens.graph.domains import Domain, Unfoldable, Value
 from embens.graph.members import (
     convolution_options,
@@ -46,7 +47,7 @@ from embens.graph.operations import (
 )
 from embens.graph.reading import Tracer, copy_module, has_user_code
 from embens.graph.rowwise import infer
-from embens.graph.snapshots import HOOKS, random_state
+from embens.graph.snapshots import HOOKS
 from embens.graph.tracing import StrictTracer
 from embens.sites import EnsembleSpec, Layer, Site, is_layer
 
@@ -160,13 +161,12 @@ def _trace(
     root: nn.Module, ranks: Mapping[str, int], constants: Mapping[str, Any]
 ) -> torch.fx.Graph:
     """Return the graph of a network whose code changes nothing and draws no random numbers."""
-    guard, random_numbers = None, []
+    guard = None
     tracer = Tracer(root, ranks, constants)
     if has_user_code(root):
         # Modules of torch need no strictness: they become leaves of the graph.
         tracer = StrictTracer(root, ranks, constants)
         guard = tracer.guard
-        random_numbers = random_state()
     state = ModuleState(root, tensors=True)
     try:
         graph = tracer.trace_graph(root)
@@ -175,12 +175,26 @@ def _trace(
         reason = lines[0] if lines else type(error).__name__
         raise Unfoldable(f"torch.fx cannot trace it: {reason[:200]}") from None
     if guard is not None:
-        if random_state() != random_numbers:
-            raise Unfoldable("its code draws random numbers")
-        change = state.change() or guard.change()
+        change = state.change()
+        if not change:
+            change = guard.change()
+            _warn_about_shared_state(change)
         if change:
             raise Unfoldable(f"its code changes {change!r}")
     return graph
+
+
+def _warn_about_shared_state(change: str) -> None:
+    """Warn of a change outside of the modules, such as that of a global counter.
+
+    Dictionaries and sets are often caches, whose changes do no harm.
+    """
+    is_harmless = change.startswith(("a dict", "a set", "the state of a random"))
+    if change and not is_harmless:
+        warn(
+            f"the forward of the reference changes {change!r} outside of its modules, so all "
+            "members share it. Keep what changes in attributes or buffers of the modules."
+        )
 
 
 def _refuse_hooks(root: nn.Module) -> None:
@@ -265,6 +279,11 @@ class Rewriter:
         self.low_rank = {site.layer: site for site in spec.low_rank}
         self.per_member = {item.module: set(item.tensors) for item in spec.per_member}
         self.names = {id(module): name for name, module in root.named_modules()}
+        # Modules and names of each parameter and buffer; tied ones have several.
+        self.owners: dict[int, list[tuple[str, str]]] = {}
+        for name, module in root.named_modules():
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                self.owners.setdefault(id(tensor), []).append((name, key))
         self.facts: dict[torch.fx.Node, Value] = {}
         self.prefix, self.suffix = torch.fx.Graph(), torch.fx.Graph()
         # Where a node of the traced graph is in the two new graphs.
@@ -326,11 +345,11 @@ class Rewriter:
         module = self.root.get_submodule(owner)
         module_name = self.names[id(module)]
         full_name = f"{module_name}.{name}".lstrip(".")
-        if self._differs(module_name, name):
+        tensor = getattr(module, name)
+        if any(self._differs(*owner) for owner in self.owners[id(tensor)]):
             is_queried = all(u.target is getattr and u.args[1] in DTYPE_QUERIES for u in node.users)
             if not is_queried or name in self.per_member.get(module_name, ()):
                 raise Unfoldable(f"its code reads {full_name!r}, which differs between members")
-        tensor = getattr(module, name)
         leading = tensor.shape[0] if tensor.dim() else None
         self.facts[node] = Value(Domain.CONSTANT, tensor.dim(), leading=leading)
         self.in_prefix[node], self.in_suffix[node] = self.tensor_nodes(full_name)
@@ -384,7 +403,7 @@ class Rewriter:
         if value.kind in ("shape", "tuple"):
             raise Unfoldable("members use the shape of a shared value, or several at once")
         if source not in self.repeated:
-            function = mul if value.kind == "rows" else repeat_rows
+            function = operator.mul if value.kind == "rows" else repeat_rows
             self.repeated[source] = self.suffix.call_function(function, (node, self.count))
         return self.repeated[source]
 
@@ -429,6 +448,9 @@ class Rewriter:
         environment[node] = copied
 
     def _add_operation(self, node: torch.fx.Node) -> None:
+        if is_in_place(operation_name(node.target)) and self._is_number(node.args[:1]):
+            # Numbers such as sizes do not change, whatever the operator.
+            node.target = getattr(operator, operation_name(node.target)[1:])
         full_name = operation_name(node.target)
         name = full_name.strip("_")
         if node.kwargs.get("out") is not None:
@@ -456,6 +478,20 @@ class Rewriter:
         if name in ("view", "reshape") and value.domain is Domain.MEMBER:
             rows = self.in_suffix[node]
             self.in_suffix[node] = self.suffix.call_function(whole_blocks, (rows, self.count))
+        if name == "squeeze":
+            self._check_rank(node, value)
+
+    def _check_rank(self, node: torch.fx.Node, value: Value) -> None:
+        """Let the graph check that an axis was removed, which depends on its size."""
+        for graph, environment in ((self.prefix, self.in_prefix), (self.suffix, self.in_suffix)):
+            if node in environment:
+                arguments = (environment[node], value.rank)
+                environment[node] = graph.call_function(squeezed, arguments)
+
+    def _is_number(self, sources: Sequence[Any]) -> bool:
+        """Return whether the first of some arguments is a size or another number."""
+        source = sources[0] if sources else None
+        return isinstance(source, torch.fx.Node) and self.facts[source].kind in ("rows", "other")
 
     def _check_in_place(self, node: torch.fx.Node) -> None:
         """Refuse in-place operations on values that are used elsewhere.
@@ -620,7 +656,7 @@ class Rewriter:
         """Return a node of the suffix times a number."""
         if factor == 1.0:
             return node
-        return self.suffix.call_function(mul, (node, factor))
+        return self.suffix.call_function(operator.mul, (node, factor))
 
     def write_linear(
         self,
@@ -712,8 +748,10 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
         is_known = axes > 0 and rank == axes + 2 and not getattr(module, "return_indices", False)
     else:
         is_known = kind in IMAGE_MODULES and rank >= (4 if kind.startswith("Pixel") else 3)
-        if kind.startswith("InstanceNorm") and getattr(module, "track_running_stats", False):
-            is_known = False
+        if kind.startswith("InstanceNorm"):
+            # With an axis less the first axis is that of the channels.
+            is_batch = rank == int(kind[-2]) + 2
+            is_known = is_batch and not getattr(module, "track_running_stats", False)
     if not is_known:
         raise Unfoldable(
             f"{name!r} ({kind}) on {rank} axes is not known to treat samples independently"
@@ -765,6 +803,16 @@ def whole_blocks(x: Tensor, count: int) -> Tensor:
         raise RuntimeError(
             f"the reference reshapes a batch to rows of {x[0].numel()} elements, which the number "
             f"of elements is not divisible by."
+        )
+    return x
+
+
+def squeezed(x: Tensor, rank: int) -> Tensor:
+    """Return a squeezed value; raise if the axis was not removed."""
+    if x.dim() != rank:
+        raise RuntimeError(
+            f"the reference squeezes an axis with more than one element, of a value of shape "
+            f"{tuple(x.shape)}. Squeeze axes of size 1 only."
         )
     return x
 

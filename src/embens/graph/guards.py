@@ -42,12 +42,15 @@ _LIBRARIES = frozenset(
 _BLIND_FUNCTIONS = frozenset("globals locals vars eval exec open input compile __import__".split())
 
 
-_TYPE_QUERIES = (isinstance, callable, type)
-"""Builtins that a trace replaces by name (:mod:`embens.graph.misreadings`)."""
+_TYPE_QUERIES = (isinstance, callable, type, torch.is_tensor)
+"""Functions that a trace replaces by name (:mod:`embens.graph.misreadings`)."""
 
 
-_TYPE_ATTRIBUTES = frozenset("__class__ __instancecheck__".split())
-"""Attributes that show that a traced value is not a tensor."""
+_TYPE_ATTRIBUTES = frozenset(
+    "__class__ __instancecheck__ isinstance singledispatch singledispatchmethod "
+    "tree_map_only tree_map_only_ tree_all_only tree_any_only map_only".split()
+)
+"""Attributes and functions that show that a traced value is not a tensor."""
 
 
 _ANY_NAME = frozenset("__dict__ __getattribute__ attrgetter getattr_static".split())
@@ -108,6 +111,7 @@ class Guard:
         self.names = {"forward"}  # names that occur in the code, as variables or as attributes
         self.loaded: set[str] = set()  # those that the code reads, not only assigns
         self.reads_any_name = False  # whether the code makes names while it runs
+        self.compares_identity = False  # whether it compares objects with ``is``
         self.namespaces: dict[int, dict[str, Any]] = {}  # globals of the functions of the code
         while True:
             size = len(self.names), self.reads_any_name
@@ -185,6 +189,10 @@ class Guard:
             return
         if any(value is query for query in _TYPE_QUERIES):
             raise Unwatchable(f"its code calls {value.__name__!r} by another name")
+        if isinstance(value, functools.singledispatchmethod):
+            raise Unwatchable("its code chooses methods by the types of values")
+        if isinstance(value, FunctionType) and value.__name__ in _TYPE_ATTRIBUTES:
+            raise Unwatchable(f"its code calls {value.__name__!r}")
         if isinstance(value, FunctionType):
             self._visit_function(value)
         elif isinstance(value, BuiltinFunctionType):
@@ -223,6 +231,8 @@ class Guard:
             for part in (value.func, value.args, value.keywords):
                 self._push(part)
         attributes = dict(attributes_of(value))
+        if "__wrapped__" in attributes:  # of functools.lru_cache
+            self._push(attributes["__wrapped__"])
         for name in self.names - attributes.keys():
             if hasattr(value, "__dict__"):
                 self.variables.append((vars(value), name, _MISSING))
@@ -285,6 +295,8 @@ class Guard:
         for instruction in dis.get_instructions(code):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 self._note_attribute(instruction.argval)
+            if instruction.opname == "IS_OP":  # ``if x is None`` has another name
+                self.compares_identity = True
             if instruction.opname == "MATCH_CLASS":
                 raise Unwatchable("its code matches the types of values")
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -338,6 +350,8 @@ def _refuse_package(name: str) -> None:
 
 def _function_of(value: Any) -> Any:
     """Return the function behind a property, a class method or a cached property."""
+    if isinstance(value, functools.singledispatchmethod):
+        return value
     for attribute in ("fget", "__func__", "func"):
         function = getattr(value, attribute, None)
         if isinstance(function, FunctionType):

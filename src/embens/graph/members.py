@@ -126,7 +126,7 @@ def member_rows(x: Tensor, count: int, is_shared: bool) -> Tensor:
     return x.reshape(count, -1, x.shape[-1])
 
 
-def joined_rows(products: Tensor, x: Tensor) -> Tensor:
+def joined_rows(products: Tensor, x: Tensor, is_shared: bool) -> Tensor:
     """Return ``(member, row, feature)`` as blocks of rows with the axes of the input ``x``."""
     rows = products.flatten(0, 1)
     if torch.compiler.is_exporting():
@@ -134,7 +134,10 @@ def joined_rows(products: Tensor, x: Tensor) -> Tensor:
         rows = rows.clone(memory_format=torch.contiguous_format)
     if x.dim() == 2:
         return rows
-    return rows.unflatten(0, (-1, *x.shape[1:-1]))
+    row_count = x.shape[0]
+    if is_shared:
+        row_count = row_count * products.shape[0]
+    return rows.unflatten(0, (row_count, *x.shape[1:-1]))
 
 
 def member_linear(
@@ -149,7 +152,7 @@ def member_linear(
             biases = biases.unsqueeze(1)
         biases = biases.expand(count, rows.shape[1], weights.shape[1])
         products = torch.baddbmm(biases, rows, weights.mT)
-    return joined_rows(products, x)
+    return joined_rows(products, x, is_shared)
 
 
 def low_rank_weights(weight: Tensor, left: Tensor, right: Tensor, kind: str) -> Tensor:
@@ -182,7 +185,7 @@ def low_rank_linear(
     shared = member_rows(F.linear(x, weight, bias), count, is_shared)
     rows = member_rows(x, count, is_shared)
     products = torch.baddbmm(shared, rows @ right.mT, left.mT)
-    return joined_rows(products, x)
+    return joined_rows(products, x, is_shared)
 
 
 def member_embedding(x: Tensor, weights: Tensor, count: int, is_shared: bool) -> Tensor:

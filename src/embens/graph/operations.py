@@ -104,11 +104,16 @@ VIEWS = frozenset(
 ALIASING = (
     VIEWS
     | RANDOM_FUNCTIONS
-    | frozenset("to float double half bfloat16 type_as bool int long cpu".split())
+    | frozenset("to float double half bfloat16 type_as bool int long cpu pos".split())
+    | frozenset("pixel_shuffle pixel_unshuffle".split())
 )
 
 
 ALIASING_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, *RANDOM_MODULES)
+
+
+_PACKAGES = frozenset("torch _operator builtins math".split())
+"""Packages whose functions are known by their names."""
 
 
 def is_in_place(operation: str) -> bool:
@@ -135,5 +140,16 @@ def changed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def operation_name(target: Any) -> str:
-    """Return the name of the target of a torch.fx node."""
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    """Return the name of the target of a torch.fx node.
+
+    Functions of other packages get their full names: one that is called ``normalize`` may do
+    something else than that of torch.
+    """
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "__name__", str(target))
+    module = getattr(target, "__module__", None) or "torch"
+    is_custom = module.startswith("torch._ops.") and module != "torch._ops.aten"
+    if is_custom or module.partition(".")[0] not in _PACKAGES:
+        return f"{module}.{name}"
+    return name

@@ -11,9 +11,10 @@ affine, and where its channels are.
 
 import copy
 import inspect
+import sys
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from embens.graph.operations import (
     changed_arguments,
     operation_name,
 )
+from embens.graph.snapshots import unchanged_random_state
 from embens.sites import Layer, find_layers, is_layer
 
 # Tracing
@@ -87,11 +89,14 @@ class Tracer(torch.fx.Tracer):
         with _TRACING, self.checks(root):
             return self.trace(root)
 
-    def checks(self, root: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which code that must not be traced raises an error."""
+    @contextmanager
+    def checks(self, root: nn.Module) -> Iterator[None]:
+        """Raise for code that must not be traced; keep the state of random generators."""
         if has_user_code(root):
-            return OutsideGraph(refused=False)
-        return nullcontext()
+            with unchanged_random_state(), OutsideGraph(refused=False):
+                yield
+        else:
+            yield
 
     def create_args_for_root(self, root_fn, is_module, concrete_args=None):
         """Make placeholders of the symbolic arguments and fill in the constants."""
@@ -127,6 +132,12 @@ class Tracer(torch.fx.Tracer):
             if name is None:
                 raise Untraceable("the code makes tensors that do not depend on its input")
             return self.create_node("get_attr", name, (), {})
+        if "numpy" in sys.modules and isinstance(a, sys.modules["numpy"].generic):
+            a = a.item()
+        # The text of a graph can hold plain numbers only, not those of a class such as IntEnum.
+        for kind in (int, float, complex, str):
+            if isinstance(a, kind) and type(a) not in (bool, kind):
+                a = kind(a)
         return super().create_arg(a)
 
     def call_module(self, m, forward, args, kwargs):

@@ -93,10 +93,13 @@ def infer(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     if name in BROADCASTING:
         return broadcast(name, values)
     rule = RULES.get(name)
-    if rule is not None:
-        return rule(name, args, kwargs)
-    if name in SPATIAL:
-        return _infer_spatial(name, args[0])
+    try:
+        if rule is not None:
+            return rule(name, args, kwargs)
+        if name in SPATIAL:
+            return _infer_spatial(name, args[0])
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise Unfoldable(f"{name!r} gets arguments in an unusual form") from None
     raise Unfoldable(f"{name!r} is not known to treat samples independently")
 
 

@@ -90,7 +90,9 @@ def infer_index(value: Any, index: Any) -> Value:
 def _index_constant(value: Value, indices: list[Any]) -> Value:
     rank = value.rank or 0
     for item in indices:
-        if isinstance(item, Value) and item.domain is not Domain.CONSTANT:
+        if isinstance(item, Value) and item.domain is Domain.CONSTANT:
+            raise Unfoldable("its code indexes a constant with a tensor")
+        if isinstance(item, Value):
             # A table lookup: rows of the table for every element of the index.
             if len(indices) == 1 and item.rank is not None:
                 return Value(item.domain, item.rank + rank - 1)

@@ -11,6 +11,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -141,6 +142,21 @@ def random_state() -> list[Any]:
     if "numpy" in sys.modules:
         state.append(repr(sys.modules["numpy"].random.get_state()))
     return state
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """Restore the states of the global random generators on exit."""
+    torch_state, python_state = torch.random.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(torch_state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
 def generator_state(value: Any) -> Any:

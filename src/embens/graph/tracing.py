@@ -7,7 +7,9 @@ of the graph, code that changes its attributes or draws random numbers while it 
 that recomputes its activations or switches autocast.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,18 +20,39 @@ from torch.fx.proxy import TraceError
 
 from embens.graph.guards import Guard
 from embens.graph.misreadings import OutsideGraph, Untraceable, refused_misreadings
-from embens.graph.reading import Tracer
+from embens.graph.operations import DTYPE_QUERIES, IN_PLACE_OPERATORS
+from embens.graph.reading import Tracer, copy_module, has_user_code
+from embens.graph.snapshots import HOOKS, random_state, unchanged_random_state
+
+TENSORS = frozenset("T mT H mH data real imag".split())
+"""Attributes of a tensor that are tensors."""
+
+SHAPES = frozenset("shape ndim".split())
+"""Attributes of a tensor with its sizes."""
 
 
 class SymbolicValue(torch.fx.Proxy):
-    """A symbolic value that has the attributes of a tensor and no others."""
+    """A symbolic value that has the attributes of a tensor and no others.
+
+    Everything that Python would answer for the symbol instead of the tensor is a problem.
+    """
 
     tracer: "StrictTracer"
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")
-        return super().__getattr__(name)
+        is_known = name in TENSORS or name in SHAPES or name in DTYPE_QUERIES
+        # A symbol is never identical with a type, None, or True.
+        is_compared = name in DTYPE_QUERIES and self.tracer.guard.compares_identity
+        if is_compared or not (is_known or callable(getattr(Tensor, name))):
+            raise self.tracer.problem(f"the code reads the attribute {name!r} of a tensor")
+        return SymbolicAttribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(Tensor, name):
+            raise self.tracer.problem(f"the code sets the attribute {name!r} of a tensor")
+        super().__setattr__(name, value)
 
     def __len__(self) -> int:
         raise self.tracer.problem("the code asks for the length of a batch")
@@ -37,8 +60,14 @@ class SymbolicValue(torch.fx.Proxy):
     def __repr__(self) -> str:  # also for str, print and format
         raise self.tracer.problem("the code prints a tensor")
 
-    def __hash__(self) -> int:  # as that of a tensor
-        return id(self)
+    def __hash__(self) -> int:
+        raise self.tracer.problem("the code looks a value up in a set or a dictionary")
+
+    def __copy__(self) -> Any:
+        raise self.tracer.problem("the code copies a tensor with the module copy")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__copy__()
 
     def __dir__(self) -> list[str]:
         raise self.tracer.problem("the code asks for the names of attributes of a tensor")
@@ -48,6 +77,38 @@ class SymbolicValue(torch.fx.Proxy):
 
     def __float__(self) -> float:
         raise self.tracer.problem("the code looks at values")
+
+    def __complex__(self) -> complex:
+        raise self.tracer.problem("the code looks at values")
+
+    def __index__(self) -> int:
+        raise self.tracer.problem("the code looks at values")
+
+    def __round__(self, digits: int = 0) -> Any:
+        raise self.tracer.problem("the code looks at values")
+
+
+def _in_place(name: str) -> Callable[[SymbolicValue, Any], torch.fx.Proxy]:
+    """Return a method for an operator such as ``+=``, which torch.fx would trace as ``+``."""
+    function = getattr(operator, name)
+
+    def change(self: SymbolicValue, other: Any) -> torch.fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return change
+
+
+for _name in sorted(IN_PLACE_OPERATORS - {"setitem", "delitem"}):
+    setattr(SymbolicValue, f"__{_name}__", _in_place(_name))
+
+
+class SymbolicAttribute(torch.fx.proxy.Attribute, SymbolicValue):
+    """An attribute or a method of a symbolic value."""
+
+    def __getattr__(self, name: str) -> Any:
+        if self.attr in TENSORS or (self.attr, name) == ("shape", "numel"):
+            return super().__getattr__(name)
+        raise self.tracer.problem(f"the code reads the attribute {name!r} of {self.attr!r}")
 
 
 class StrictTracer(Tracer):
@@ -78,8 +139,12 @@ class StrictTracer(Tracer):
     @contextmanager
     def checks(self, root: nn.Module) -> Iterator[None]:
         namespaces = self.guard.namespaces.values()
-        with OutsideGraph(refused=True), refused_misreadings(namespaces, self.problem):
-            yield
+        with unchanged_random_state():
+            before = random_state()
+            with OutsideGraph(refused=True), refused_misreadings(namespaces, self.problem):
+                yield
+            if random_state() != before:
+                raise self.problem("the code draws random numbers")
 
     def problem(self, message: str) -> Untraceable:
         """Return an error, and remember it."""
@@ -111,6 +176,27 @@ class StrictTracer(Tracer):
         if _autocast_state() != self.autocast_state:
             raise Untraceable("the code switches autocast on or off")
         return super().create_node(*args, **kwargs)
+
+
+def shows_all_layers(reference: nn.Module) -> bool:
+    """Return whether a trace shows all calls of layers, also in branches and hooks.
+
+    Args:
+        reference: a network whose forward takes a fixed number of arguments.
+    """
+    if any(vars(module)[hooks] for module in reference.modules() for hooks in HOOKS):
+        return False
+    if not has_user_code(reference):
+        return True
+    parameters = inspect.signature(reference.forward).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty]
+    constants = {p.name: p.default for p in parameters if p.default is not p.empty}
+    root = copy_module(reference).train()
+    try:
+        StrictTracer(root, required, constants).trace_graph(root)
+    except Exception:  # the user's code may raise anything on symbolic values
+        return False
+    return True
 
 
 def _saving_hooks() -> Any:

@@ -69,7 +69,7 @@ def _watch(root: nn.Module, example_input: Any) -> Flow:
     with torch.random.fork_rng(), torch.no_grad(), watcher.hooked(root), watcher:
         if isinstance(example_input, Mapping):
             result = root(**example_input)
-        elif isinstance(example_input, tuple):
+        elif isinstance(example_input, tuple) and not isinstance(example_input, PackedSequence):
             result = root(*example_input)
         else:
             result = root(example_input)

@@ -16,21 +16,19 @@ theory of pre-activation modulations or of finite width. A law that is saved to 
 frozen dataclass; :func:`from_dict` finds it by its class name.
 """
 
-from embens.laws.joint import Correlated, Disjoint, Joint, Masks
-from embens.laws.law import (
+from embens.laws.independent import (
     Bernoulli,
     Constant,
     Discrete,
-    Law,
     Normal,
     Rademacher,
     Shifted,
     Signs,
     Ternary,
     Uniform,
-    from_dict,
-    registered,
 )
+from embens.laws.joint import Correlated, Disjoint, Joint, Masks
+from embens.laws.law import Law, from_dict, registered
 
 __all__ = [
     "Bernoulli",

@@ -8,15 +8,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from embens.laws.law import (
-    QUADRATURE_NODES,
+from embens.laws.independent import (
     Bernoulli,
-    Law,
     Normal,
     Sampled,
     check_field,
     check_signed_unit,
 )
+from embens.laws.law import QUADRATURE_NODES, Law
 
 
 class Joint(Sampled):

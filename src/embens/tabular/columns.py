@@ -121,6 +121,8 @@ class Preprocessing:
         """
         if folds is None:
             folds = torch.zeros(table.rows, dtype=torch.int64)
+        dates = {column.position for column in self.numeric if column.part}
+        table.check_dates([column.position for column in self.numeric], dates)
         numbers = torch.empty(table.rows, self.width, dtype=dtype)
         codes = torch.empty(table.rows, len(self.categorical), dtype=torch.int64)
         first = len(self.numeric)
@@ -166,6 +168,12 @@ class Preprocessing:
 def _to_codes(labels: Sequence[str | None], categories: Sequence[str]) -> Tensor:
     """Return codes: position of the category, then one code for others, then one for missing."""
     codes: dict[str | None, int] = {category: code for code, category in enumerate(categories)}
+    # Arrays of numbers and databases have 0 and 1 where data frames have False and True.
+    for flag, digit in (("False", "0"), ("True", "1")):
+        if flag in codes:
+            codes.setdefault(digit, codes[flag])
+        elif digit in codes:
+            codes.setdefault(flag, codes[digit])
     rare = len(categories)
     codes[None] = rare + 1
     return torch.tensor([codes.get(label, rare) for label in labels])

@@ -6,9 +6,11 @@ scikit-learn requires. The measurements behind the rules are in ADR 9.
 """
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar
+
+import numpy as np
 
 from embens.laws import Law
 
@@ -19,7 +21,7 @@ LARGE_ROWS = 5000  # from here on the learning rate is higher
 MAX_LEARNING_ROWS = 100_000  # rows from which bins and categories are learned
 MAX_HELD_OUT_ROWS = 10_000
 MAX_EPOCHS_WITHOUT_VALIDATION = 60
-BATCH_SIZES = ((2500, 64), (5000, 128), (50_000, 256), (200_000, 512))
+BATCH_SIZES = ((2500, 64), (LARGE_ROWS, 128), (50_000, 256), (200_000, 512))
 """Number of training rows, and batch size of tables with fewer rows."""
 LARGEST_BATCH_SIZE = 1024
 STEPS = 1800  # approximate number of optimizer steps of a run, within the bounds on epochs
@@ -74,6 +76,27 @@ class Arguments:
     metric = "auto"
 
 
+HINTS = {
+    "device": ". Estimators train on the CPU.",
+    "progress": "; use verbose=1.",
+    "epochs": "; did you mean 'max_epochs'?",
+    "n_epochs": "; did you mean 'max_epochs'?",
+    "num_epochs": "; did you mean 'max_epochs'?",
+    "max_iter": "; did you mean 'max_epochs'?",
+    "learning_rate": "; did you mean 'lr'?",
+    "learning_rate_init": "; did you mean 'lr'?",
+    "alpha": "; did you mean 'weight_decay'?",
+    "n_estimators": "; did you mean 'members'?",
+    "n_members": "; did you mean 'members'?",
+    "seed": "; did you mean 'random_state'?",
+    "hidden_layer_sizes": ". Use width= and depth=.",
+    "n_layers": "; did you mean 'depth'?",
+    "early_stopping": ". Use patience= and validation_fraction=.",
+    "n_iter_no_change": "; did you mean 'patience'?",
+    "cat_features": "; did you mean 'categorical_features'?",
+}
+"""What follows "the estimator has no argument 'name'", for names of other libraries."""
+
 CHOICES = {
     "family": FAMILIES,
     "sites": ("auto", "first", "hidden", "all"),
@@ -95,6 +118,7 @@ COUNTS = (
     "patience",
     "folds",
 )
+SWITCHES = ("own", "tune", "refit", "calibrate", "warm_start")
 RANGES = {
     "p": (-1, 1),
     "dropout": (0, 0.99),
@@ -127,6 +151,10 @@ def check_arguments(arguments: Arguments) -> None:
         if value not in choices:
             names = ", ".join(repr(choice) for choice in choices)
             raise ValueError(f"{name} must be one of {names}, got {value!r}.")
+    for name in SWITCHES:
+        value = getattr(arguments, name)
+        if not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False, got {value!r}.")
     for name in COUNTS:
         _check_number(arguments, name, Integral, 1, math.inf, "a positive integer")
     for name, (low, high) in RANGES.items():
@@ -231,12 +259,21 @@ def default_batch_size(rows: int) -> int:
     """Return the default batch size for a number of training rows."""
     if rows < TINY_ROWS:
         return rows
-    for limit, batch_size in (
-        (2500, 64),
-        (LARGE_ROWS, 128),
-        (50_000, 256),
-        (200_000, 512),
-    ):
+    for limit, batch_size in BATCH_SIZES:
         if rows < limit:
             return batch_size
-    return 1024
+    return LARGEST_BATCH_SIZE
+
+
+def size_candidates(sizes: Sizes, arguments: Arguments) -> list[Sizes]:
+    """Return distinct values of dropout and weight decay, as far as they are "auto"."""
+    candidates = []
+    for dropout, weight_decay in REGULARISATIONS:
+        candidate = sizes
+        if arguments.dropout == "auto":
+            candidate = replace(candidate, dropout=dropout)
+        if arguments.weight_decay == "auto":
+            candidate = replace(candidate, weight_decay=weight_decay)
+        if candidate not in candidates:
+            candidates.append(candidate)
+    return candidates

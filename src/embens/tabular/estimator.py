@@ -26,36 +26,14 @@ from embens import EmbeddedEnsemble
 from embens.checks import closest, warn
 from embens.tabular import pipeline, storage
 from embens.tabular.columns import Preprocessing
-from embens.tabular.defaults import Arguments, Sizes, check_arguments, choose_sizes
+from embens.tabular.defaults import HINTS, Arguments, Sizes, check_arguments, choose_sizes
 from embens.tabular.display import Display
 from embens.tabular.frames import read_table
-from embens.tabular.groups import fit_groups
-from embens.tabular.perceptron import GroupedEnsemble
+from embens.tabular.groups import GroupedEnsemble, fit_groups
 from embens.tabular.predictor import predict_members
 from embens.tabular.preparation import prepare, uses_groups
 from embens.tabular.targets import read_weights
 from embens.training import History
-
-HINTS = {
-    "device": ". Estimators train on the CPU.",
-    "progress": "; use verbose=1.",
-    "epochs": "; did you mean 'max_epochs'?",
-    "n_epochs": "; did you mean 'max_epochs'?",
-    "num_epochs": "; did you mean 'max_epochs'?",
-    "max_iter": "; did you mean 'max_epochs'?",
-    "learning_rate": "; did you mean 'lr'?",
-    "learning_rate_init": "; did you mean 'lr'?",
-    "alpha": "; did you mean 'weight_decay'?",
-    "n_estimators": "; did you mean 'members'?",
-    "n_members": "; did you mean 'members'?",
-    "seed": "; did you mean 'random_state'?",
-    "hidden_layer_sizes": ". Use width= and depth=.",
-    "n_layers": "; did you mean 'depth'?",
-    "early_stopping": ". Use patience= and validation_fraction=.",
-    "n_iter_no_change": "; did you mean 'patience'?",
-    "cat_features": "; did you mean 'categorical_features'?",
-}
-"""What follows "the estimator has no argument 'name'", for names of other libraries."""
 
 RELIABLE_ROWS = 100  # calibration rows below which sets and intervals come with a warning
 PREDICTION_ROWS = 512  # rows that are predicted at a time: hidden units stay in the cache
@@ -261,7 +239,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
     @property
     def head_(self) -> Any:
-        """The head: representation of the target, temperature and conformal scores."""
+        """Representation of the target, temperature and conformal scores."""
         return self._get_fitted().head
 
     @property
@@ -271,7 +249,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
     @property
     def held_out_(self) -> dict[str, Any] | None:
-        """Losses on the validation rows: of the "ensemble", the "members" and a "constant"."""
+        """Losses on the validation rows of the "ensemble", the "members" and a "constant"."""
         return self._get_fitted().held_out
 
     @property
@@ -286,7 +264,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
     @property
     def members_(self) -> pandas.DataFrame:
-        """Losses of each member: in the best epoch of training and on the validation rows."""
+        """Losses of each member in the best epoch of training and on the validation rows."""
         best_epoch = self.run_.best_epoch or len(self.run_.epochs)
         members = range(self.ensemble_.members)
         trained: Any = members

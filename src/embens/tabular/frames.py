@@ -7,6 +7,7 @@ columns are *numeric*. A date is numeric: its time in seconds, plus its calendar
 (:data:`DATE_PARTS`). A missing value is NaN in a numeric column and None in a categorical column.
 """
 
+import datetime
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -70,7 +71,7 @@ class Table:
 
         Args:
             position: the position of the column.
-            part: a key of :data:`DATE_PARTS`, or ``""`` for the value itself.
+            part: a key of :data:`DATE_PARTS` for dates, or ``""`` for the value itself.
 
         Raises:
             ValueError: if a value is not a number.
@@ -80,7 +81,8 @@ class Table:
         if position not in self._views:
             name = self.names[position]
             self._views[position] = _read_views(self._column(position), name)
-        return self._views[position][part]
+        views = self._views[position]
+        return views.get(part, views[""])  # a column without a date has no parts
 
     def matrix(self, places: Sequence[tuple[int, str]]) -> np.ndarray:
         """Return several columns as float64 ``(row, column)``.
@@ -105,6 +107,26 @@ class Table:
         label_of_value = {value: to_label(value) for value in set(values)}
         return [label_of_value[value] for value in values]
 
+    def check_dates(self, positions: Sequence[int], dates: set[int]) -> None:
+        """Raise ValueError if a numeric column has dates now and numbers in fit, or the reverse.
+
+        Args:
+            positions: the numeric columns.
+            dates: those of them that had dates in fit. A column without a value is either.
+        """
+        for position in positions:
+            has_dates = self.kind(position) == "date"
+            was_date = position in dates
+            if has_dates == was_date or np.isnan(self.numbers(position)).all():
+                continue
+            now, before = "numbers", "dates"
+            if has_dates:
+                now, before = "dates", "numbers"
+            raise ValueError(
+                f"Column {self.names[position]!r} has {now}, but it had {before} in fit. Convert "
+                f"it to {before}."
+            )
+
     def check_numbers(self) -> None:
         """Raise ValueError if a column that is not categorical has an infinite or invalid value."""
         has_infinity = np.isinf(self._block).any()
@@ -122,9 +144,12 @@ class Table:
                 )
 
     def _column(self, position: int) -> Any:
-        """Return a column of a data frame as a narwhals series."""
+        """Return a column of a data frame as a narwhals series; date objects become dates."""
         if position not in self._series:
-            self._series[position] = self.source.get_column(self.source.columns[position])
+            series = self.source.get_column(self.source.columns[position])
+            if series.dtype in (nw.Object, nw.Unknown):
+                series = _convert_dates(series)
+            self._series[position] = series
         return self._series[position]
 
 
@@ -145,6 +170,21 @@ def _read_plain_numbers(source: Any) -> tuple[list[int], np.ndarray]:
     if len(positions) < frame.shape[1]:
         frame = frame.iloc[:, positions]
     return positions, frame.to_numpy(dtype="float64")
+
+
+def _convert_dates(series: Any) -> Any:
+    """Return a column of date objects or periods as datetimes, and any other column unchanged."""
+    times = []
+    for value in series.to_list():
+        if isinstance(value, pandas.Period):
+            value = value.to_timestamp()
+        elif not isinstance(value, datetime.date) and not is_missing(value):
+            return series
+        times.append(value)
+    times = pandas.Series(pandas.to_datetime(times, utc=True))
+    if times.isna().all():
+        return series
+    return nw.from_native(times, series_only=True)
 
 
 def _kind_of_series(series: Any) -> str:

@@ -253,6 +253,18 @@ class GaussianHead(Head):
         mean, std = self.member_components(outputs)
         return mean.mean(1), ((std**2).mean(1) + mean.var(1, correction=0)).sqrt()
 
+    def predict_mean(self, outputs: Tensor) -> tuple[Tensor]:
+        """Return the mean of :meth:`summarise` only, which is much faster without a transform."""
+        if self.knots is not None:
+            return self.summarise(outputs)[:1]
+        mean = outputs.double().mean(0)
+        if self.loss == "quantile":
+            mean = mean.unflatten(-1, (self.targets, -1)).mean(-1)
+        else:
+            mean, _ = mean.chunk(2, dim=-1)
+        mean = self.mean + self.std * mean
+        return (torch.maximum(mean, torch.as_tensor(self.lower).to(mean)),)
+
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         """Return mean and standard deviation of the mixture, ``(row, target)``.
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from embens import EmbeddedEnsemble
 from embens.tabular.defaults import Sizes
 from embens.tabular.descent import train
-from embens.tabular.perceptron import GroupedEnsemble, predict_rows
+from embens.tabular.perceptron import predict_rows
 from embens.tabular.pipeline import (
     Fitted,
     build_ensemble,
@@ -30,6 +31,48 @@ from embens.tabular.pipeline import (
 )
 from embens.tabular.preparation import Prepared
 from embens.training import History
+
+
+class GroupedEnsemble(nn.Module):
+    """Several ensembles as one: the members of the first, then those of the second, and so on.
+
+    Args:
+        groups: the ensembles.
+
+    Attributes:
+        groups: the ensembles.
+
+    Shape:
+        ``(row, input)`` becomes ``(member, row, output)``.
+
+    Example:
+        >>> import embens
+        >>> network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> ensembles = [embens.batch_ensemble(network, members=2) for _ in range(3)]
+        >>> GroupedEnsemble(ensembles)(torch.zeros(5, 3)).shape
+        torch.Size([6, 5, 2])
+    """
+
+    def __init__(self, groups: Sequence[EmbeddedEnsemble]):
+        super().__init__()
+        self.groups = nn.ModuleList(groups)
+
+    @property
+    def members(self) -> int:
+        """Number of members of all groups."""
+        return sum(group.members for group in self.groups)  # type: ignore[misc]
+
+    def member(self, a: int) -> nn.Module:
+        """Return member ``a``, counted over all groups, as a plain module."""
+        for group in self.groups:
+            ensemble: Any = group
+            if a < ensemble.members:
+                return ensemble.member(a)
+            a -= ensemble.members
+        raise IndexError(f"there are {self.members} members only.")
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([group(inputs) for group in self.groups])
 
 
 def assign_folds(rows: int, folds: int, strata: np.ndarray | None, seed: int) -> Tensor:

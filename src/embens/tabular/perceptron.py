@@ -16,7 +16,7 @@ and an indicator if the training rows had missing values in that column.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -167,20 +167,18 @@ class Encoder(nn.Module):
     def encode_numbers(self, numbers: Tensor) -> list[Tensor]:
         """Return scores, compressed numbers, bins and missing indicators, each ``(row, …)``."""
         missing = torch.isnan(numbers)
+        # In place, because most of the time of an encoder goes into these tensors of all bins. The
+        # bins of a constant column are padding, where ramps are 0.
+        ramps = (numbers.unsqueeze(-1) - self.left).mul_(self.inverse_width)
+        ramps = ramps.clamp_(self.low, self.high).nan_to_num_(0.0)
+        scores = self.first_score + (ramps * self.score_rise).sum(-1)
         # A constant column is ignored: its inputs are 0, as those of a missing number.
         ignored = missing | self.is_constant
-        filled = torch.where(ignored, 0.0, numbers)
-        ramps = (filled.unsqueeze(-1) - self.left) * self.inverse_width
-        ramps = torch.minimum(torch.maximum(ramps, self.low), self.high)
-        scores = self.first_score + (ramps * self.score_rise).sum(-1)
-        bounded = filled.clamp(-1e6, 1e6)  # its square is finite in float32
-        parts = [
-            torch.where(ignored, 0.0, scores),
-            bounded * torch.rsqrt(1 + (bounded / 3).square()),
-        ]
+        bounded = numbers.clamp(-1e6, 1e6)  # its square is finite in float32
+        compressed = bounded * torch.rsqrt(1 + (bounded / 3).square())
+        parts = [torch.where(ignored, 0.0, scores), torch.where(ignored, 0.0, compressed)]
         if self.bins:
-            bins = torch.where(ignored.unsqueeze(-1), 0.0, ramps).flatten(1)
-            parts.append(bins[:, self.bin_index])
+            parts.append(ramps.flatten(1).index_select(1, self.bin_index))
         if len(self.missing_index):
             parts.append(missing[:, self.missing_index].type_as(numbers))
         return parts
@@ -355,47 +353,6 @@ def embed(
     )
 
 
-class GroupedEnsemble(nn.Module):
-    """Several ensembles as one: the members of the first, then those of the second, and so on.
-
-    Args:
-        groups: the ensembles.
-
-    Attributes:
-        groups: the ensembles.
-
-    Shape:
-        ``(row, input)`` becomes ``(member, row, output)``.
-
-    Example:
-        >>> network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> ensembles = [embens.batch_ensemble(network, members=2) for _ in range(3)]
-        >>> GroupedEnsemble(ensembles)(torch.zeros(5, 3)).shape
-        torch.Size([6, 5, 2])
-    """
-
-    def __init__(self, groups: Sequence[EmbeddedEnsemble]):
-        super().__init__()
-        self.groups = nn.ModuleList(groups)
-
-    @property
-    def members(self) -> int:
-        """Number of members of all groups."""
-        return sum(group.members for group in self.groups)  # type: ignore[misc]
-
-    def member(self, a: int) -> nn.Module:
-        """Return member ``a``, counted over all groups, as a plain module."""
-        for group in self.groups:
-            ensemble: Any = group
-            if a < ensemble.members:
-                return ensemble.member(a)
-            a -= ensemble.members
-        raise IndexError(f"there are {self.members} members only.")
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.cat([group(inputs) for group in self.groups])
-
-
 @torch.no_grad()
 def predict_constant_(ensemble: EmbeddedEnsemble, outputs: Tensor) -> None:
     """Change the last layer so that every member returns the same outputs for every row.
@@ -426,18 +383,8 @@ def predict_constant_(ensemble: EmbeddedEnsemble, outputs: Tensor) -> None:
 
 
 @torch.no_grad()
-def run_members(
-    ensemble: "EmbeddedEnsemble | GroupedEnsemble", encoder: Encoder, numbers: Tensor, codes: Tensor
-) -> Tensor:
-    """Return the outputs of all members, ``(member, row, output)``, in evaluation mode."""
-    ensemble.eval()
-    outputs = []
-    blocks = zip(numbers.split(PREDICTED_ROWS), codes.split(PREDICTED_ROWS), strict=True)
-    for block_numbers, block_codes in blocks:
-        outputs.append(ensemble(encoder(block_numbers, block_codes)))
-    return torch.cat(outputs, 1)
-
-
 def predict_rows(ensemble: EmbeddedEnsemble, encoder: Encoder, rows: Rows) -> Tensor:
-    """Return the outputs of all members for rows, ``(member, row, output)``."""
-    return run_members(ensemble, encoder, rows.numbers, rows.codes)
+    """Return the outputs of all members in evaluation mode, ``(member, row, output)``."""
+    ensemble.eval()
+    outputs = [ensemble(inputs) for inputs, _ in EncodedBatches(rows, encoder, PREDICTED_ROWS)]
+    return torch.cat(outputs, 1)

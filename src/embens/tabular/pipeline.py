@@ -8,21 +8,19 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embens import EmbeddedEnsemble
-from embens.tabular import defaults
 from embens.tabular.columns import Preprocessing
-from embens.tabular.defaults import Arguments, Sizes
+from embens.tabular.defaults import Sizes, size_candidates
 from embens.tabular.descent import train
 from embens.tabular.gaussians import MIN_SKEWNESS, GaussianHead
 from embens.tabular.perceptron import (
     Encoder,
-    GroupedEnsemble,
     Rows,
     build_network,
     embed,
@@ -31,6 +29,9 @@ from embens.tabular.perceptron import (
 )
 from embens.tabular.preparation import AnyHead, Prepared
 from embens.training import History
+
+if TYPE_CHECKING:
+    from embens.tabular.groups import GroupedEnsemble
 
 TRANSFORM_ROWS = 1000  # held-out rows that choose the transform of the target
 MEASURED_ROWS = 128  # rows that measure the speed of this machine, if time is limited
@@ -59,7 +60,7 @@ class Fitted:
     preprocessing: Preprocessing
     encoder: Encoder
     head: AnyHead
-    ensemble: EmbeddedEnsemble | GroupedEnsemble
+    ensemble: "EmbeddedEnsemble | GroupedEnsemble"
     sizes: Sizes
     run: History
     held_out: dict[str, Any] | None
@@ -88,10 +89,10 @@ def fit(
     can_refit = arguments.refit and is_first_fit
     if previous is None:
         ensemble = build_ensemble(prepared, sizes)
-    elif isinstance(previous.ensemble, GroupedEnsemble):
-        raise ValueError("folds cannot become 1 in a warm start. Use the folds of the first fit.")
-    else:
+    elif isinstance(previous.ensemble, EmbeddedEnsemble):
         ensemble = previous.ensemble
+    else:
+        raise ValueError("folds cannot become 1 in a warm start. Use the folds of the first fit.")
     if deadline < math.inf:
         prepared, deadline, is_long = plan_time(ensemble, prepared, sizes, deadline)
         can_search = can_search and is_long
@@ -297,20 +298,6 @@ def halve(
         candidates = [candidates[index] for index in order[: len(candidates) // 2]]
         epochs *= 2
     return candidates[0]
-
-
-def size_candidates(sizes: Sizes, arguments: Arguments) -> list[Sizes]:
-    """Return distinct values of dropout and weight decay, as far as they are "auto"."""
-    candidates = []
-    for dropout, weight_decay in defaults.REGULARISATIONS:
-        candidate = sizes
-        if arguments.dropout == "auto":
-            candidate = replace(candidate, dropout=dropout)
-        if arguments.weight_decay == "auto":
-            candidate = replace(candidate, weight_decay=weight_decay)
-        if candidate not in candidates:
-            candidates.append(candidate)
-    return candidates
 
 
 def transform_candidates(prepared: Prepared) -> list[Prepared]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from embens import EmbeddedEnsemble
-from embens.tabular.perceptron import GroupedEnsemble
+from embens.tabular.groups import GroupedEnsemble
 
 
 class MergedMembers:
@@ -51,8 +51,10 @@ class MergedMembers:
             hidden = (shared * scale).relu_()
             for weight, bias in layers[:-1]:
                 hidden = linear(hidden, weight, bias).relu_()
-            outputs.append(linear(hidden, *layers[-1]))
-        return torch.stack(outputs)
+            # With few outputs, the transposed product is faster.
+            weight, bias = layers[-1]
+            outputs.append(torch.addmm(bias[:, None], weight, hidden.T))
+        return torch.stack(outputs).mT
 
 
 def _first_layer(reference: nn.Sequential) -> int:

@@ -138,10 +138,11 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
             >>> model.predict(X).shape
             (442,)
         """
+        if not return_std:
+            (mean,) = self._predict_blocks(X, GaussianHead.predict_mean)
+            return self._to_numpy(mean)
         mean, std = self._predict_blocks(X, GaussianHead.summarise)
-        if return_std:
-            return self._to_numpy(mean), self._to_numpy(std)
-        return self._to_numpy(mean)
+        return self._to_numpy(mean), self._to_numpy(std)
 
     def predict_members(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return mean and standard deviation of each member.

@@ -36,7 +36,8 @@ from embens.files import (
 from embens.modes import evaluating
 from embens.tabular import parsing
 from embens.tabular.bins import MAX_SCALED
-from embens.tabular.perceptron import Encoder, GroupedEnsemble, build_network
+from embens.tabular.groups import GroupedEnsemble
+from embens.tabular.perceptron import Encoder, build_network
 from embens.tabular.pipeline import Fitted
 from embens.tabular.targets import ClassHead
 

@@ -1,6 +1,7 @@
 r"""The step of an activation on each kernel; variances are recorded, then read.
 
-Units with a pending modulation :math:`v` become :math:`\phi(v z)`. A modulation that no activation
+Units with a pending modulation :math:`v` become :math:`\phi(v z)`; those of multiplicative low-rank
+members use the dual of :mod:`embens.theory.rank_change`. A modulation that no activation
 follows (before a sum, a product or another layer) is settled by the identity as activation.
 
 *Trainable scales of units* (the weights of LayerNorm) add :math:`E[s s' \phi'(s) \phi'(s')]` with
@@ -27,6 +28,7 @@ from embens.theory.moments import (
     constant,
     describe,
 )
+from embens.theory.rank_change import RankDual
 
 LINEAR = activations.dual(nn.Identity())
 """Dual of the identity."""
@@ -65,7 +67,7 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
 
 
 def settle(layer: nn.Module, state: State) -> State:
-    """Apply a pending modulation v and pending tangents of scales, without an activation.
+    """Apply pending modulations v, low-rank members and tangents of scales without an activation.
 
     Args:
         layer: The layer or operation that comes next, for messages.
@@ -75,10 +77,11 @@ def settle(layer: nn.Module, state: State) -> State:
         The kernels of the modulated units. Random signs keep them Gaussian within a member.
     """
     pre = state.pre
-    if pre is None and not state.trained_scale:
+    is_low_rank = state.low_rank is not None
+    if pre is None and not is_low_rank and not state.trained_scale:
         return state
-    is_trained = bool(state.trained_scale) or (pre is not None and pre.trainable)
-    stays_gaussian = pre is None or pre.marginal.kurtosis <= 1 + 1e-12
+    is_trained = bool(state.trained_scale) or (pre is not None and pre.trainable) or is_low_rank
+    stays_gaussian = not is_low_rank and (pre is None or pre.marginal.kurtosis <= 1 + 1e-12)
     is_mixed = pre is not None and pre.differs_between_members
     after = _step(layer, LINEAR, state)
     return after.replace(
@@ -90,6 +93,8 @@ def settle(layer: nn.Module, state: State) -> State:
 
 
 def _step(module: nn.Module, dual: Dual, state: State) -> State:
+    if state.low_rank is not None:
+        dual = RankDual(dual, state.low_rank.rank, state.low_rank.scale)
     if state.facts.recording is not None:
         return _activate_and_record(module, dual, state)
     return _activate_pairs(module, state)
@@ -123,7 +128,8 @@ def _activate_pairs(module: nn.Module, state: State) -> State:
         covariance = _with_exact_diagonal(covariance, variances1, state)
     law = None if pre is None else pre.marginal
     q1, q2 = align_variances(variances1, variances2, state)
-    trains_v = facts.tracked and pre is not None and pre.trainable
+    is_low_rank = state.low_rank is not None
+    trains_v = facts.tracked and (is_low_rank or (pre is not None and pre.trainable))
     trains_scale = facts.tracked and bool(state.trained_scale)
     is_homogeneous = isinstance(dual, Homogeneous)
     with_h = trains_v or (trains_scale and not is_homogeneous)
@@ -138,7 +144,7 @@ def _activate_pairs(module: nn.Module, state: State) -> State:
         h = None
     after = _after_activation(state)
     after = after.replace(same=Moments(f, ntk), individual=add(individual, h))
-    members_differ = state.cross is not None
+    members_differ = state.cross is not None or is_low_rank
     if pre is not None and pre.differs_between_members:
         members_differ = True
     if not facts.tracked or not members_differ:
@@ -179,6 +185,7 @@ def _after_activation(state: State) -> State:
         mixed=False,
         trained_scale=0.0,
         pre=None,
+        low_rank=None,
         cross=None,
         individual=None,
     )

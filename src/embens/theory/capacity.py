@@ -84,11 +84,13 @@ def best_members(
 ) -> BestMembers:
     r"""Predict the number of members with the smallest error, for the width of a network.
 
-    Assumptions: the network is a perceptron or a convolutional network in ``nn.Sequential``; it is
-    so wide that training is linear (features do not change); all members are trained on the squared
-    loss by gradient flow; the random part of each layer's kernel acts as independent normal
-    features. Tails of the laws enter the variance between members, but not the fluctuation of a
-    member's own kernel, for which see :func:`~embens.theory.effective_width`.
+    Assumptions: the network is a perceptron or a convolutional network in ``nn.Sequential``.
+    Training is linear: features do not change. All members are trained on the squared loss by
+    gradient flow. The random part of each layer's kernel acts as independent normal features.
+
+    Networks that learn features hold fewer or more members than predicted. Tails of the laws enter
+    the variance between members, but not the fluctuation of the kernel within a member, for which
+    see :func:`~embens.theory.effective_width`.
 
     Args:
         ensemble: An ensemble; its laws and widths matter, its number of members does not.
@@ -120,19 +122,9 @@ def best_members(
     """
     candidates = tuple(check_members(count) for count in members)
     check_whole("draws", draws)
-    if not time > 0:
-        raise ValueError(f"time must be a positive number or infinity; got {time!r}.")
     if generator is None:
         generator = torch.Generator().manual_seed(0)
-    x_train, y_train = train
-    x_test, y_test = test
-    x = torch.cat([x_train, x_test])
-    whole = kernels(ensemble, x)
-    n = len(x_train)
-    y = check_targets(y_train, whole.nngp.same[:n, :n]).reshape(n, -1)
-    target = check_targets(y_test, whole.nngp.same[n:, n:]).reshape(len(x_test), -1)
-    blocks = layer_blocks(ensemble, x, count=_few_inputs(x))
-    problem = _Problem(whole, blocks, y, target, time)
+    problem = _Problem.of(ensemble, train, test, time)
     rows = [problem.errors(count, gamma, draws, generator) for count in candidates]
     bias, variance, separate = (torch.stack(column) for column in zip(*rows, strict=True))
     errors = bias + variance
@@ -143,7 +135,7 @@ def best_members(
         bias=bias,
         variance=variance,
         separate=separate,
-        features={name: block.features for name, block in blocks.items()},
+        features={name: block.features for name, block in problem.blocks.items()},
     )
 
 
@@ -214,6 +206,28 @@ class _Problem:
     y: Tensor
     target: Tensor
     time: float
+
+    @classmethod
+    def of(
+        cls,
+        ensemble: EmbeddedEnsemble,
+        train: tuple[Tensor, Tensor],
+        test: tuple[Tensor, Tensor],
+        time: float,
+    ) -> _Problem:
+        """Validate data and compute all kernels."""
+        if not time > 0:
+            raise ValueError(f"time must be a positive number or infinity; got {time!r}.")
+        x_train, y_train = train
+        x_test, y_test = test
+        x = torch.cat([x_train, x_test])
+        n = len(x_train)
+        whole = kernels(ensemble, x)
+        covariance = whole.nngp.same
+        y = check_targets(y_train, covariance[:n, :n]).reshape(n, -1)
+        target = check_targets(y_test, covariance[n:, n:]).reshape(len(x_test), -1)
+        blocks = layer_blocks(ensemble, x, count=_few_inputs(x))
+        return cls(whole, blocks, y, target, time)
 
     def errors(
         self, members: int, gamma: Gamma, draws: int, generator: torch.Generator
@@ -288,10 +302,10 @@ class _Problem:
         identity = torch.eye(test).to(weights) / members
         identity = identity[:, None].expand(-1, members, -1)
         readout = torch.cat([-weights, identity], 2)  # of outputs at initialisation
-        own = torch.einsum("tai,ij,taj->t", readout, nngp.same - nngp.cross, readout)
+        independent = torch.einsum("tai,ij,taj->t", readout, nngp.same - nngp.cross, readout)
         total = readout.sum(1)
-        common = torch.einsum("ti,ij,tj->t", total, nngp.cross, total)
-        return (own + common).mean()
+        shared = torch.einsum("ti,ij,tj->t", total, nngp.cross, total)
+        return (independent + shared).mean()
 
 
 def _draw_features(
@@ -303,8 +317,8 @@ def _draw_features(
     root = _root(deviation)
     n = len(root)
     noise = torch.randn(members + 1, n, count, generator=generator, dtype=root.dtype)
-    own = root @ noise[1:]
-    return mean_root @ noise[0] + own - own.mean(0)
+    deviations = root @ noise[1:]
+    return mean_root @ noise[0] + deviations - deviations.mean(0)
 
 
 def _root(covariance: Tensor) -> Tensor:

@@ -202,6 +202,10 @@ def _layer_terms(limit: Limit, placements: Placements) -> tuple[Tensor, Tensor]:
             "fluctuations need exchangeable members; with modulated inputs or outputs members are "
             "not exchangeable. Use sites='hidden'."
         )
+    if any(placement.low_rank is not None for placement in limit.placements.values()):
+        raise TypeError(
+            "fluctuations of low-rank members have no formula. embens.diagnose measures them."
+        )
     if limit.walk is not None:
         raise TypeError(
             "fluctuations are known for nn.Sequential only; this network's forward is custom code. "

@@ -174,7 +174,7 @@ class Kernels:
 
     @property
     def blocks(self) -> list[Tensor]:
-        """The five different blocks: nngp same, cross; ntk_shared same, cross; ntk_individual."""
+        """The blocks nngp same and cross, ntk_shared same and cross, and ntk_individual."""
         return [
             self.nngp.same,
             self.nngp.cross,

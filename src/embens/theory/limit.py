@@ -4,18 +4,9 @@ A :class:`Limit` reads the plain reference and the specification of an ensemble.
 input with itself through the rules of :mod:`embens.theory.recursion` once, which gives the
 variances, and then computes any block of the kernels. :mod:`embens.theory.blocks` assembles the
 blocks.
-
-Input modulations :math:`u^0` and output modulations :math:`v^{L+1}` act on finitely many units, so
-their averages do not concentrate. Kernels are then conditional on the drawn values. Given
-:math:`u^0`, member :math:`a` is a network on the inputs :math:`u^0_a \circ x`; given
-:math:`v^{L+1}`, kernels are multiplied by :math:`v_a v_b`.
 """
 
 import hashlib
-import importlib
-import warnings
-from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,12 +14,12 @@ from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.theory.chain import first_layer, is_chain, pixel_axes, split_chain
+from embens.theory.conditions import Conditions
 from embens.theory.ensembles import (
     data_flow,
     has_repeated_members,
     per_member,
     plain_reference,
-    site_values,
 )
 from embens.theory.expectations import Dual
 from embens.theory.kernel import Kernels, MemberKernel, zero_cross
@@ -36,7 +27,7 @@ from embens.theory.lookup import look_up  # noqa: F401 (registers a rule)
 from embens.theory.moments import DIAGONAL, MEASURE, Pass, Recorded, State, describe
 from embens.theory.normalisation import normalise  # noqa: F401 (registers rules)
 from embens.theory.pixels import count_poolings
-from embens.theory.placement import SHARED, Modulation, Placement, find_placements
+from embens.theory.placement import SHARED, Placement, find_placements
 from embens.theory.recursion import propagate
 from embens.theory.tensor_rules import mixes_pixels_anywhere
 from embens.theory.walk import ALL_PAIRS, Walk, start_state
@@ -103,7 +94,13 @@ class Limit:
             mixes = mixes_pixels_anywhere(self.walk.nodes, network)
             self._poolings = ALL_PAIRS if mixes else 0
             self._require_hidden_modulations(network)
-        self._read_conditions(ensemble)
+        first = last = SHARED
+        if self.walk is None:
+            first = self.placements.get(self.steps[0][1], SHARED)
+            last = self.placements.get(self.steps[-1][1], SHARED)
+        self._conditions = Conditions.of(ensemble, first.post, last.pre)
+        self.conditional = self._conditions.exist
+        self._member_axes = 0 if self._conditions.input_values is None else 1
         self._prepare_inputs(x1, x2)
         self._prepare_activations()
 
@@ -119,23 +116,6 @@ class Limit:
                     f"{describe(module, name)} has modulated inputs or outputs of the network, "
                     "whose limit is known for nn.Sequential only. Use sites='hidden'. " + MEASURE
                 )
-
-    def _read_conditions(self, ensemble: EmbeddedEnsemble | nn.Module) -> None:
-        """Look up the drawn values of input and output modulations."""
-        first = last = SHARED
-        if self.walk is None:
-            first = self.placements.get(self.steps[0][1], SHARED)
-            last = self.placements.get(self.steps[-1][1], SHARED)
-        self._input_post = first.post
-        self._output_pre = last.pre
-        self.conditional = self._input_post is not None or self._output_pre is not None
-        self._input_values: Tensor | None = None  # (member, feature)
-        self._output_values: Tensor | None = None
-        if first.post is not None:
-            self._input_values = _feature_values(ensemble, first.post)
-        if last.pre is not None:
-            self._output_values = _feature_values(ensemble, last.pre)
-        self._member_axes = 0 if self._input_values is None else 1
 
     def _prepare_inputs(self, x1: Tensor, x2: Tensor | None) -> None:
         self.symmetric = x2 is None or x2 is x1
@@ -156,10 +136,10 @@ class Limit:
     def _prepare_activations(self) -> None:
         """Record the variances of all inputs and prepare duals for them."""
         self._duals: list[Dual] = []
-        record1 = self._record(self._modulate(self.x1))
+        record1 = self._record(self._conditions.modulate(self.x1))
         record2 = record1
         if not self.symmetric:
-            record2 = self._record(self._modulate(self._x2))
+            record2 = self._record(self._conditions.modulate(self._x2))
         for first, second in zip(record1, record2, strict=True):
             largest = max(first.variances.max().item(), second.variances.max().item())
             self._duals.append(first.dual.prepare(largest or 1.0, first.law))
@@ -182,7 +162,7 @@ class Limit:
             spatial = pixel_axes(first_layer(self.steps[0][1]))
             pixels = self.x1.shape[2 : 2 + spatial].numel()
         entries = pixels**2 if self._poolings else pixels
-        members = 1 if self._input_values is None else len(self._input_values)
+        members = 1 if self._conditions.input_values is None else len(self._conditions.input_values)
         return members**2 * entries
 
     def fingerprint(self, *more: Any) -> str:
@@ -199,7 +179,12 @@ class Limit:
         if self.walk is not None:
             more = (*more, *(node.format_node() for node in self.walk.nodes))
         digest = hashlib.sha256(str((network, self.separate, more)).encode())
-        for tensor in (self.x1, self._x2, self._input_values, self._output_values):
+        for tensor in (
+            self.x1,
+            self._x2,
+            self._conditions.input_values,
+            self._conditions.output_values,
+        ):
             if tensor is None:
                 continue
             digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
@@ -225,8 +210,8 @@ class Limit:
             ),
             aligned=self.symmetric and same_rows,
         )
-        state = self._run(self._modulate(x1), self._modulate(x2), facts)
-        if self._input_post is not None and self._input_post.trainable:
+        state = self._run(self._conditions.modulate(x1), self._conditions.modulate(x2), facts)
+        if self._conditions.input_post is not None and self._conditions.input_post.trainable:
             tangents = self._input_tangents(x1, x2)
             if state.individual is not None:
                 tangents = tangents + state.individual
@@ -237,7 +222,7 @@ class Limit:
         return Pass(
             placements=self.placements,
             duals=self._duals,
-            input_members=self._input_values is not None,
+            input_members=self._conditions.input_values is not None,
             **options,
         )
 
@@ -262,13 +247,6 @@ class Limit:
             f"(n, {expected}{', pixels' * spatial}); got {tuple(x.shape)}.{hint}"
         )
 
-    def _modulate(self, x: Tensor, values: Tensor | None = None) -> Tensor:
-        """Multiply inputs by the drawn input modulations, ``(member, n, …)``, if there are any."""
-        if self._input_values is None:
-            return x
-        u = self._input_values.to(x) if values is None else values
-        return x * u.reshape(len(u), 1, u.shape[1], *(1,) * (x.dim() - 2))
-
     def _run(self, x1: Tensor, x2: Tensor, facts: Pass) -> State:
         """Pass inputs through all modules; return the state of the outputs, without pixels."""
         state = start_state((x1, x2), self._poolings, facts)
@@ -282,6 +260,12 @@ class Limit:
             raise TypeError(
                 f"the network ends in {describe(module, path)}; in the limit it must end in a "
                 f"Linear or a convolution, whose outputs are Gaussian. {MEASURE}"
+            )
+        if state.low_rank is not None:
+            raise TypeError(
+                f"the last layer {describe(module, path)} has multiplicative low-rank members. "
+                "Outputs are finitely many, so they are a mixture of Gaussians. Use sites= with "
+                f"the names of hidden layers. {MEASURE}"
             )
         if state.layout is None:
             return state
@@ -312,20 +296,12 @@ class Limit:
         return records
 
     def _input_tangents(self, x1: Tensor, x2: Tensor) -> Tensor:
-        r"""Return the tangent kernel of trainable input modulations, ``(member, n1, n2)``.
-
-        .. math:: \sum_c \partial_{u_c} \partial_{u'_c} \Sigma_{aa}(u \circ x, u' \circ x')
-
-        is its mean over initialisations. With finitely many inputs it does not concentrate.
-        """
-        assert self._input_post is not None
-        assert self._input_values is not None
-        _load_derivative_rules()
-        u = self._input_values.to(x1)
+        """Return the tangent kernel of trainable input modulations, ``(member, n1, n2)``."""
+        modulate = self._conditions.modulate
 
         def covariance(u1: Tensor, u2: Tensor) -> Tensor:
-            inputs1 = self._modulate(x1, u1)
-            inputs2 = self._modulate(x2, u2)
+            inputs1 = modulate(x1, u1)
+            inputs2 = modulate(x2, u2)
             variances = (
                 [recorded.variances for recorded in self._record(inputs1)],
                 [recorded.variances for recorded in self._record(inputs2)],
@@ -333,22 +309,7 @@ class Limit:
             facts = self._facts(variances=variances, tracked=False)
             return self._run(inputs1, inputs2, facts).covariance
 
-        def slope(function: Callable[[Tensor], Tensor], direction: Tensor) -> Tensor:
-            return torch.func.jvp(function, (u,), (direction,))[1]
-
-        def mixed_slope(direction: Tensor) -> Tensor:
-            def inner_slope(u1: Tensor) -> Tensor:
-                return slope(partial(covariance, u1), direction)
-
-            return slope(inner_slope, direction)
-
-        site = self._input_post.site
-        channels = torch.eye(site.size, dtype=u.dtype, device=u.device)
-        channels = channels.repeat_interleave(site.repeat, dim=1)
-        total = mixed_slope(channels[0].expand_as(u))
-        for channel in channels[1:]:
-            total = total + mixed_slope(channel.expand_as(u))
-        return total
+        return self._conditions.input_tangents(covariance, like=x1)
 
     def _kernels(self, state: State, *, symmetric: bool) -> Kernels:
         """Return the kernels of the outputs; ``symmetric`` to the last bit for equal inputs."""
@@ -365,45 +326,12 @@ class Limit:
             shared = _member_kernel(same.ntk, cross.ntk, zero)
             individual = _member_kernel(state.individual, None, zero)
         if self.conditional:
-            nngp, shared, individual = self._condition(nngp, shared, individual)
+            nngp, shared, individual = self._conditions.apply(nngp, shared, individual)
         if symmetric:
             nngp = _symmetric(nngp)
             shared = _symmetric(shared)
             individual = _symmetric(individual)
         return Kernels(nngp, shared, individual)
-
-    def _condition(
-        self,
-        nngp: MemberKernel,
-        shared: MemberKernel,
-        individual: MemberKernel,
-    ) -> tuple[MemberKernel, MemberKernel, MemberKernel]:
-        """Give kernels their member axes, and multiply them by drawn output modulations."""
-        values = self._output_values if self._input_values is None else self._input_values
-        assert values is not None
-        members = len(values)
-        weights = torch.ones(members, members, dtype=self.dtype, device=self.device)
-        if self._output_values is not None:
-            v = self._output_values.to(weights)
-            weights = v @ v.mT / v.shape[1]  # mean over outputs
-        diagonal = torch.eye(members, dtype=torch.bool, device=self.device)
-        diagonal = diagonal[:, :, None, None]
-
-        def condition(kernel: MemberKernel, more: Tensor | None = None) -> MemberKernel:
-            same = weights.diagonal()[:, None, None] * kernel.same
-            if more is not None:
-                same = same + more
-            cross = weights[:, :, None, None] * kernel.cross
-            return MemberKernel(same, torch.where(diagonal, same[:, None], cross))
-
-        output_tangents = None
-        if self._output_pre is not None and self._output_pre.trainable:
-            output_tangents = nngp.same
-        return (
-            condition(nngp),
-            condition(shared),
-            condition(individual, output_tangents),
-        )
 
 
 def _require_limit(ensemble: EmbeddedEnsemble) -> None:
@@ -421,12 +349,6 @@ def _require_limit(ensemble: EmbeddedEnsemble) -> None:
                 "the limit needs members that are independent draws of an initialisation; these "
                 "are copies of given networks. Use embens.independent(reference, members)."
             )
-
-
-def _feature_values(ensemble: Any, modulation: Modulation) -> Tensor:
-    """Return the drawn values of a modulation, one for each feature, ``(member, feature)``."""
-    values = site_values(ensemble, modulation.site)
-    return values.repeat_interleave(modulation.site.repeat, dim=1)
 
 
 def _check_inputs(name: str, x: Any) -> None:
@@ -468,12 +390,3 @@ def _mean(block: Tensor, mirrored: Tensor) -> Tensor:
     if not any(block.stride()):
         return block  # one value for all entries, which takes no memory
     return (block + mirrored) / 2
-
-
-@cache
-def _load_derivative_rules() -> None:
-    """Call ``torch.func.jvp`` once, to suppress the deprecation warning of its first call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.func.jvp(torch.sqrt, (torch.ones(()),), (torch.ones(()),))
-        importlib.import_module("torch._decomp.decompositions_for_jvp")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from embens.laws import Law
+from embens.sites import LowRankSite
 from embens.theory.expectations import Dual
 from embens.theory.placement import SHARED, Modulation, Placement
 
@@ -102,10 +103,14 @@ class State:
         poolings: Number of poolings that are still to come.
         gaussian: True if units are Gaussian, as the input of an activation must be.
         pre: Pre-activation modulation that waits for the next activation.
+        low_rank: Low-rank matrices of members that wait for the next activation.
         inputs: The inputs themselves, before the first layer.
         flat: True if an ``nn.Flatten`` turned pixels into features.
         features_last: True if pixels are tokens, ``(n, token, feature)``; False for images,
             ``(n, channel, pixel…)``.
+        heads: Number of heads of attention that units are split into; 0 without an axis of heads.
+        heads_first: True for ``(n, head, token, feature)``, False for
+            ``(n, token, head, feature)``.
         centred: True if units have mean 0.
         mixed: True if units of two members are a mixture of Gaussians, as sums of streams with
             random signs are.
@@ -126,9 +131,12 @@ class State:
     poolings: int = 0
     gaussian: bool = False
     pre: Modulation | None = None
+    low_rank: LowRankSite | None = None
     inputs: tuple[Tensor, Tensor] | None = None
     flat: bool = False
     features_last: bool = False
+    heads: int = 0
+    heads_first: bool = False
     centred: bool = False
     mixed: bool = False
     trained_scale: float = 0.0
@@ -150,6 +158,13 @@ class State:
         r"""The kernel :math:`\Sigma_{aa}`."""
         assert self.same.nngp is not None
         return self.same.nngp
+
+    @property
+    def pending_moment(self) -> float:
+        """Mean square factor of units by the modulation or the matrices that wait."""
+        if self.low_rank is not None:
+            return 1 + self.low_rank.scale**2
+        return 1.0 if self.pre is None else self.pre.second_moment
 
     @property
     def crossed(self) -> Moments:

@@ -66,7 +66,7 @@ def normalise(module: nn.Module, state: State) -> State:
 def _factors(module: nn.Module, state: State) -> tuple[Tensor, Tensor]:
     """Return the factors of both sets of inputs; variances are recorded, then read."""
     facts = state.facts
-    moment = 1.0 if state.pre is None else state.pre.second_moment
+    moment = state.pending_moment
     epsilon: float | None = module.eps  # type: ignore[assignment]
     if epsilon is None:
         epsilon = torch.finfo(state.covariance.dtype).eps
@@ -123,10 +123,17 @@ def _train(module: nn.Module, state: State) -> State:
             f"{describe(module, state.path)} has trainable parameters of each member, which have "
             f"no rule. Use elementwise_affine=False. {MEASURE}"
         )
-    if is_shifted and state.pre is not None:
+    is_waiting = state.pre is not None or state.low_rank is not None
+    if is_shifted and is_waiting:
         raise TypeError(
-            f"{describe(module, state.path)} has a trainable bias after a modulation v, which has "
-            f"no rule. Use elementwise_affine=False or nn.RMSNorm. {MEASURE}"
+            f"{describe(module, state.path)} has a trainable bias after a modulation v or "
+            "low-rank members, which has no rule. Use elementwise_affine=False or nn.RMSNorm. "
+            + MEASURE
+        )
+    if is_scaled and state.low_rank is not None:
+        raise TypeError(
+            f"{describe(module, state.path)} has trainable weights after low-rank members, which "
+            f"has no rule. Use elementwise_affine=False. {MEASURE}"
         )
     if is_scaled:
         state = state.replace(trained_scale=state.trained_scale + 1.0)

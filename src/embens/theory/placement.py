@@ -18,7 +18,7 @@ from embens.theory.expectations import differs_between_members
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
-    from embens.sites import Site
+    from embens.sites import LowRankSite, Site
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Placement:
         post: Modulation of the layer's input, after the activation before it.
         copies: "drawn" or "copied" where every member has a copy of the layer, with weights drawn
             for each member or copied from the reference; "" where members share it.
-        low_rank: True if the weights of members differ by matrices of low rank.
+        low_rank: Matrices of low rank by which the weights of members differ, or None.
     """
 
     pre: Modulation | None = None
     post: Modulation | None = None
     copies: Literal["", "drawn", "copied"] = ""
-    low_rank: bool = False
+    low_rank: LowRankSite | None = None
 
 
 SHARED = Placement()
@@ -104,14 +104,14 @@ def find_placements(ensemble: EmbeddedEnsemble, reference: nn.Module) -> dict[nn
     for item in per_member(ensemble):
         if item.tensors:
             copies[item.module] = "drawn" if item.drawn else "copied"
-    low_rank = {site.layer for site in spec.low_rank}
+    low_rank = {site.layer: site for site in spec.low_rank}
     placements = {}
     for name, module in reference.named_modules():
         placement = Placement(
             pre=modulations.get((name, "pre")),
             post=modulations.get((name, "post")),
             copies=copies.get(name, ""),
-            low_rank=name in low_rank,
+            low_rank=low_rank.get(name),
         )
         if placement != SHARED:
             placements[module] = placement

@@ -34,9 +34,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ from embens.theory.expectations import Dual, differs_between_members
 from embens.theory.hermite import grid, sum_over_nodes, sum_series, times_g, weighted_hermite
 from embens.theory.interpolation import ROUNDING, CorrelationAxis, RootAxis, Table, normalise
 from embens.theory.law_nodes import LawNodes, law_nodes
+from embens.theory.resolution import Evaluation, Resolution
 from embens.theory.series import (
     Series,
     correlation_error,
@@ -61,7 +62,6 @@ WORST = 1e-4
 """Relative error above which no result is returned."""
 
 _TERMS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_MAX_ENTRIES = 2**23  # coefficients in memory at once
 _ROOT_COUNTS = (8, 12, 16, 24, 32, 48, 64, 96)
 _CORRELATION_COUNTS = (33, 65, 129, 257, 513, 1025)
 _NEGLIGIBLE = 1e-15  # relative error of a node that gets fewer terms than others
@@ -87,73 +87,6 @@ def largest_variance(q1: Tensor, q2: Tensor) -> float:
             "Look for infinite or missing values among the inputs."
         )
     return high if high > 0 else 1.0
-
-
-@dataclass(frozen=True)
-class Resolution:
-    """Nodes of the law and Hermite polynomials per node that reach the accuracy.
-
-    Large values of a modulation make an activation steep and need many terms; most values do not.
-
-    Attributes:
-        groups: Nodes of the law with the number of terms that they need.
-    """
-
-    groups: tuple[tuple[LawNodes, int], ...]
-
-    @property
-    def terms(self) -> int:
-        """Largest number of terms."""
-        return max(terms for _, terms in self.groups)
-
-    @property
-    def sizes(self) -> Tensor:
-        """Sizes of all nodes, ``(node,)``."""
-        return torch.cat([nodes.sizes for nodes, _ in self.groups])
-
-    @property
-    def deviation(self) -> float:
-        """Root of the second moment of the law."""
-        moments = [float(nodes.both @ nodes.sizes**2) for nodes, _ in self.groups]
-        return math.sqrt(math.fsum(moments))
-
-    @property
-    def is_constant(self) -> bool:
-        """True if the law has a single value."""
-        nodes, _ = self.groups[0]
-        return len(self.sizes) == 1 and not bool((nodes.plus * nodes.minus).any())
-
-    def parts(self, roots: int, device: torch.device) -> Iterator[tuple[LawNodes, int]]:
-        """Yield nodes and terms, a few nodes at a time.
-
-        Args:
-            roots: Number of roots of variances; more roots need more memory per node.
-            device: Device of the nodes.
-        """
-        for nodes, terms in self.groups:
-            count = _MAX_ENTRIES // (terms * max(1, roots))
-            for part in nodes.to(device).split(max(1, count)):
-                yield part, terms
-
-
-class Evaluation(NamedTuple):
-    """An activation and its derivative at points x >= 0 and their mirror images.
-
-    Attributes:
-        even_values: φ(x) + φ(-x).
-        slopes: φ'(x).
-        mirrored_slopes: φ'(-x).
-    """
-
-    even_values: Tensor
-    slopes: Tensor
-    mirrored_slopes: Tensor
-
-    def slope_gram(self, weights: Tensor) -> Tensor:
-        """Integrate products of slopes at all pairs of roots, with weights of the points."""
-        positive = (self.slopes * weights) @ self.slopes.mT
-        negative = (self.mirrored_slopes * weights) @ self.mirrored_slopes.mT
-        return positive + negative
 
 
 class Smooth(Dual):

@@ -40,6 +40,7 @@ from embens.theory.activation_step import activate, settle
 from embens.theory.affine_step import AffineStep
 from embens.theory.moments import MEASURE, State, describe
 from embens.theory.pixels import AVERAGES, is_depthwise, keep_diagonal, open_inputs, pixel_map, pool
+from embens.theory.rank_change import change_rank
 from embens.theory.weight_law import weight_law
 
 _NORMS = (_NormBase, nn.LocalResponseNorm)
@@ -84,6 +85,12 @@ def unknown(module: nn.Module, path: str) -> TypeError:
     if isinstance(module, _NORMS):
         reason = "norm layers over the batch or neighbours have no rule"
         advice = f"Leave it out where the limit is wanted, or {register}"
+    elif any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
+        reason = "its attention divides scores by the root of the width, so they stay random"
+        advice = (
+            "Write it with Linear layers and F.scaled_dot_product_attention(…, scale=1 / width), "
+            f"or {register}"
+        )
     elif any(True for _ in module.children()):
         reason = "its forward is custom code that cannot be traced, or a block of torch"
         advice = f"Write it with layers and activation modules, or {register}"
@@ -193,17 +200,13 @@ def affine(layer: nn.Module, state: State) -> State:
         state: Kernels before it.
 
     Raises:
-        TypeError: If members differ by matrices of low rank, or an input modulation can't be read.
+        TypeError: If members' matrices of low rank have no limit, or an input modulation can't be
+            read.
     """
     placement = state.placement(layer)
-    if placement.low_rank:
-        raise TypeError(
-            f"{describe(layer, state.path)} differs between members by matrices of low rank. They "
-            "have finitely many columns, so their tangent kernel stays random in the limit and has "
-            "no rule. embens.finite computes the kernels of this network."
-        )
     # No activation followed the last layer: v modulates linear units.
     state = settle(layer, state)
+    before = state
     law = weight_law(layer, finite=state.inputs is not None, path=state.path)
     post = placement.post
     if state.inputs is not None:
@@ -240,6 +243,9 @@ def affine(layer: nn.Module, state: State) -> State:
     if state.facts.tracked:
         cross = step.between(state, same)
         after = after.replace(cross=cross, individual=step.individual(state))
+    if placement.low_rank is not None:
+        signal = step.apply(state.covariance)
+        after = change_rank(layer, placement.low_rank, before, after, signal)
     if state.flat:  # the layer has summed over the pixels
         after = after.replace(layout=None, spatial=0, flat=False)
     return after

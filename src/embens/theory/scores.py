@@ -1,18 +1,28 @@
-r"""Rules of attention with the scale 1/width of Hron et al. (2020).
+r"""Rules of attention, with one head or several, masked or not.
 
-Scores are :math:`\frac1d q_i^\top k_j` with :math:`d` features. As :math:`d` grows they stop being
-random: they are 0 for queries and keys of different layers, and the kernel :math:`\Sigma_{aa}(x, i;
-x, j)` if queries are the keys. So the weights of attention, :math:`A = \mathrm{softmax}`, depend on
-the input alone, are the same for all members, and have no tangents. Attention is then a linear map
-of tokens, which acts on each kernel of the values as
+Scores are :math:`c\, q_i^\top k_j` with :math:`d` features of each head.
+
+*Scale* :math:`c = 1/d` *of Hron et al. (2020).* As :math:`d` grows, scores stop being random: they
+are 0 for queries and keys of different layers, and :math:`\Sigma_{aa}(x, i; x, j)` if queries are
+the keys. So the weights of attention :math:`A`, the masked softmax of the scores or the scores
+themselves, depend on the input alone. They are the same for all heads and members, and have no
+tangents. Attention is then a linear map of tokens, which acts on each kernel of the values as
 
 .. math:: K(x, i; x', j) \to \sum_{s, t} A_{is}(x)\, K(x, s; x', t)\, A_{jt}(x') .
 
-With the usual scale :math:`1/\sqrt d` scores stay random and kernels have no closed form.
+*Scale* :math:`c = 1/\sqrt d`. Scores stay random. With a softmax, kernels have no closed form.
+Linear attention :math:`\sum_s c\, q_i^\top k_s\, v_s` is a product of three independent streams if
+they come from different layers and heads are many,
+
+.. math:: K(x, i; x', j) = \Sigma_q(x, i; x', j) \sum_{s, t \in A} \Sigma_k(x, s; x', t)\,
+    \Sigma_v(x, s; x', t) ,
+
+and tangent kernels follow the product rule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +30,10 @@ from torch import Tensor
 
 from embens.theory.activation_step import LINEAR
 from embens.theory.moments import MEASURE, PAIRS, Recorded, State
-from embens.theory.streams import Stream, settled
+from embens.theory.streams import Stream, multiply_streams, settled
+
+Mask = Callable[[Tensor], Tensor]
+"""A function of the scores ``(n, token, token)``, such as one that fills entries with -inf."""
 
 
 @dataclass(frozen=True)
@@ -28,46 +41,75 @@ class Scores:
     """Sums over features of the products of queries and keys.
 
     Attributes:
-        state: Kernels of the queries if they are the keys; otherwise of queries alone.
-        width: Number of features.
+        queries: The queries, settled.
+        keys: The keys, settled; the same units as the queries, or those of another layer.
+        width: Number of features of a head.
         tied: True if queries are the keys; otherwise they are independent.
         scale: Factor of the sums.
+        mask: Change of the scaled scores; None leaves them.
+        depth: Number of recorded values so far.
     """
 
-    state: State
+    queries: Stream
+    keys: Stream
     width: int
     tied: bool
     scale: float = 1.0
+    mask: Mask | None = None
+    depth: int = 0
 
     @property
-    def depth(self) -> int:
-        """Number of recorded values so far."""
-        return self.state.depth
+    def state(self) -> State:
+        """Kernels of the queries."""
+        return self.queries.parts[0].state
+
+    def at(self, depth: int) -> Scores:
+        """Return the scores, numbered for the records that come next."""
+        return replace(self, depth=depth)
 
     def scaled(self, factor: float) -> Scores:
-        """Return the scores times a number."""
+        """Return the scores times a number.
+
+        Raises:
+            ValueError: If the scores were masked before.
+        """
+        if self.mask is not None:
+            raise ValueError("scores must be scaled before they are masked.")
         return replace(self, scale=self.scale * factor)
+
+    def masked(self, mask: Mask) -> Scores:
+        """Return the scores with a further change of their scaled values."""
+        before = self.mask
+        if before is None:
+            return replace(self, mask=mask)
+        return replace(self, mask=lambda scores: mask(before(scores)))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of attention of both sets of inputs.
+    """Weights of attention of both sets of inputs, equal for all heads.
 
     Attributes:
         first: Weights of ``x1``, ``(n1, token, token)``.
         second: Weights of ``x2``, ``(n2, token, token)``.
         paired: True in the pass of every input with itself.
+        heads: Number of heads; 0 for values without an axis of heads.
         depth: Number of recorded values so far.
     """
 
     first: Tensor
     second: Tensor
     paired: bool
+    heads: int
     depth: int
 
 
 def score(queries: Stream, keys: Stream) -> Scores:
     """Return the scores of ``queries @ keys.transpose(-2, -1)``.
+
+    Args:
+        queries: Queries ``(n, token, feature)``, or ``(n, head, token, feature)``.
+        keys: Keys with the last two axes exchanged.
 
     Raises:
         ValueError: If queries and keys are correlated, or not tokens.
@@ -78,7 +120,8 @@ def score(queries: Stream, keys: Stream) -> Scores:
         raise ValueError(f"attention of a concatenation has no rule. {MEASURE}")
     query, key = queries.parts[0].state, keys.parts[0].state
     _require_tokens(query)
-    if not query.features_last or key.features_last:
+    _require_tokens(key)
+    if not query.features_last or key.features_last or query.heads != key.heads:
         raise ValueError(
             "a product of two streams must be queries @ keys.transpose(-2, -1), summed over "
             f"features. {MEASURE}"
@@ -90,16 +133,94 @@ def score(queries: Stream, keys: Stream) -> Scores:
             "queries and keys must be one stream, or outputs of two different layers; here they "
             f"are correlated, which has no rule. {MEASURE}"
         )
-    state = query.replace(depth=max(queries.depth, keys.depth))
-    return Scores(state, queries.parts[0].width, is_tied)
+    width = queries.parts[0].width
+    if width == 1:
+        raise ValueError(
+            "queries with one feature do not show whether scores are divided by the width or its "
+            "root; use a wider network, its limit is the same."
+        )
+    depth = max(queries.depth, keys.depth)
+    return Scores(queries, keys, width, is_tied, depth=depth)
 
 
 def normalise_scores(scores: Scores) -> Weights:
     """Return the softmax of scores over keys; weights are recorded, then read.
 
+    Args:
+        scores: Scores, scaled by 1/width.
+
     Raises:
         TypeError: If scores are not divided by the number of features.
+        ValueError: If a mask leaves no key to a query.
     """
+    return _record(scores, lambda values: torch.softmax(values, -1))
+
+
+def attend(weights: Weights, values: Stream) -> Stream:
+    """Return the stream of ``weights @ values``.
+
+    Args:
+        weights: Weights of attention.
+        values: Values ``(n, token, feature)``, or ``(n, head, token, feature)``.
+
+    Raises:
+        ValueError: If values are not tokens with the heads of the weights.
+    """
+    equation = "ijst,ips,jqt->ijpq"
+    if weights.paired:
+        equation = "ist,ips,iqt->ipq"
+
+    def mix(state: State) -> State:
+        _require_tokens(state)
+        if not state.features_last or state.heads != weights.heads:
+            raise ValueError(
+                "values must have shape (n, token, feature), or (n, head, token, feature) with "
+                f"the heads of the queries. {MEASURE}"
+            )
+        return state.map(lambda k: torch.einsum(equation, k, weights.first, weights.second))
+
+    return values.map(mix).at(max(values.depth, weights.depth))
+
+
+def attend_linearly(scores: Scores, values: Stream) -> Stream:
+    """Return the stream of ``scores @ values``, without a softmax.
+
+    Args:
+        scores: Scores, scaled by 1/width, or by 1/√width for many heads.
+        values: Values ``(n, token, feature)``, or ``(n, head, token, feature)``.
+
+    Raises:
+        TypeError: If the scale has no rule.
+        ValueError: If streams are correlated or shapes do not fit.
+    """
+    if abs(scores.scale * scores.width - 1) < 1e-6:
+        weights = _record(scores, lambda logits: logits)
+        return attend(weights, values.at(weights.depth))
+    is_random = abs(scores.scale * scores.width**0.5 - 1) < 1e-6 and not scores.tied
+    if not is_random or scores.state.heads < 2 or scores.mask is not None:
+        raise TypeError(
+            f"linear attention with scores multiplied by {scores.scale:.6g} has no rule: it needs "
+            f"1/width = {1 / scores.width:.6g}, or 1/sqrt(width) with several heads, no mask, and "
+            f"queries and keys of different layers. {MEASURE}"
+        )
+    keys = scores.keys.map(lambda state: state.replace(features_last=True)).at(scores.depth)
+    pairs = multiply_streams(keys, values.at(scores.depth))
+    summed = pairs.map(_sum_over_tokens)
+    return multiply_streams(scores.queries.at(summed.depth), summed)
+
+
+def _sum_over_tokens(state: State) -> State:
+    """Return the kernels of the sum over tokens, for every token of the queries."""
+    pair_axes = (-2, -1)
+
+    def total(kernel: Tensor) -> Tensor:
+        return kernel.sum(pair_axes, keepdim=True).expand_as(kernel).clone()
+
+    return state.map(total)
+
+
+def _record(scores: Scores, function: Mask) -> Weights:
+    """Return a function of the scores; its values are recorded, then read."""
     if abs(scores.scale * scores.width - 1) > 1e-6:
         raise TypeError(
             f"the scores of attention are multiplied by {scores.scale:.6g}; the limit is known "
@@ -108,35 +229,67 @@ def normalise_scores(scores: Scores) -> Weights:
         )
     state = scores.state
     facts = state.facts
-    depth = state.depth + 1
-    if facts.recording is not None:
-        logits = state.covariance if scores.tied else torch.zeros_like(state.covariance)
-        weights = torch.softmax(logits, -1)
-        facts.recording.append(Recorded(LINEAR, None, weights))
-        return Weights(weights, weights, paired=True, depth=depth)
-    first = facts.variances[0][state.depth]
-    second = facts.variances[1][state.depth]
-    return Weights(first, second, paired=False, depth=depth)
-
-
-def attend(weights: Weights, values: Stream) -> Stream:
-    """Return the stream of ``weights @ values``."""
-    equation = "ijst,ips,jqt->ijpq"
-    if weights.paired:
-        equation = "ist,ips,iqt->ipq"
-
-    def mix(state: State) -> State:
-        _require_tokens(state)
-        if not state.features_last:
-            raise ValueError(f"values must have shape (n, token, feature). {MEASURE}")
-        return state.map(lambda k: torch.einsum(equation, k, weights.first, weights.second))
-
-    return values.map(mix).at(max(values.depth, weights.depth))
+    depth = scores.depth + 1
+    if facts.recording is None:
+        first = facts.variances[0][scores.depth]
+        second = facts.variances[1][scores.depth]
+        return Weights(first, second, paired=False, heads=state.heads, depth=depth)
+    values = state.covariance if scores.tied else torch.zeros_like(state.covariance)
+    if scores.mask is not None:
+        values = scores.mask(values)
+    weights = function(values)
+    if not torch.isfinite(weights).all():
+        raise ValueError(
+            "the weights of attention are not finite; a mask must leave a key to every query."
+        )
+    facts.recording.append(Recorded(LINEAR, None, weights))
+    return Weights(weights, weights, paired=True, heads=state.heads, depth=depth)
 
 
 def _require_tokens(state: State) -> None:
-    if state.layout != PAIRS or state.spatial != 1 or state.flat:
+    is_headed = state.heads == 0 or state.heads_first
+    if state.layout != PAIRS or state.spatial != 1 or state.flat or not is_headed:
         raise ValueError(
-            f"attention needs tokens of shape (n, token, feature); got pixels {state.pixels}. "
-            + MEASURE
+            "attention needs tokens of shape (n, token, feature), or (n, head, token, feature); "
+            f"got pixels {state.pixels}. {MEASURE}"
         )
+
+
+def add_mask(values: Tensor) -> Mask:
+    """Return the mask that adds values, such as -inf, to scores.
+
+    Args:
+        values: Values that broadcast to ``(token, token)``.
+    """
+
+    def add(scores: Tensor) -> Tensor:
+        return scores + _of_tokens(values, scores.shape[-1]).to(scores)
+
+    return add
+
+
+def fill_mask(where: Tensor, value: float) -> Mask:
+    """Return the mask that replaces scores by a value.
+
+    Args:
+        where: True for the scores to replace; it broadcasts to ``(token, token)``.
+        value: The new value of these scores.
+    """
+
+    def fill(scores: Tensor) -> Tensor:
+        chosen = _of_tokens(where, scores.shape[-1]).to(scores.device, torch.bool)
+        return scores.masked_fill(chosen, value)
+
+    return fill
+
+
+def _of_tokens(values: Tensor, tokens: int) -> Tensor:
+    """Return a mask without its axes of inputs and heads; raise if it differs between them."""
+    shape = values.shape[-2:]
+    leading = values.shape[:-2]
+    if len(shape) < 2 or leading.numel() != 1 or not all(size in (1, tokens) for size in shape):
+        raise ValueError(
+            f"a mask must be ({tokens}, {tokens}), the same for all inputs and heads; got "
+            f"{tuple(values.shape)}, which has no rule. {MEASURE}"
+        )
+    return values.reshape(shape)

@@ -195,6 +195,8 @@ def _require_independence(a: State, b: State, what: str) -> None:
         raise ValueError(
             f"{what} has different pixels, {a.pixels} and {b.pixels}; broadcasting has no rule."
         )
+    if (a.features_last, a.heads, a.heads_first) != (b.features_last, b.heads, b.heads_first):
+        raise ValueError(f"{what} has axes in different orders; broadcasting has no rule.")
     common = set()
     for first, second in itertools.product(a.sources, b.sources):
         if _overlap(first, second):

@@ -6,6 +6,7 @@ a module of torch, such as ``F.relu``, use the rule of that module.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -15,10 +16,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embens.networks import Abs, Cos, Erf, Sin
-from embens.theory.moments import MEASURE, PAIRS, State
-from embens.theory.pixels import AVERAGES, keep_diagonal
+from embens.theory.axis_order import (
+    FEATURES,
+    HEADS,
+    average_pixels,
+    axis_names,
+    permute,
+    reshape,
+    select_token,
+)
+from embens.theory.moments import MEASURE
+from embens.theory.pixels import AVERAGES
 from embens.theory.recursion import propagate
-from embens.theory.scores import Scores, Weights, attend, normalise_scores, score
+from embens.theory.scores import (
+    Scores,
+    Weights,
+    add_mask,
+    attend,
+    attend_linearly,
+    fill_mask,
+    normalise_scores,
+    score,
+)
 from embens.theory.streams import (
     Stream,
     add_streams,
@@ -39,6 +58,7 @@ _UNCHANGED = {"contiguous", "clone", "float", "double", "to", "type_as"}
 _MEAN = {torch.mean, "mean"}
 _MATMUL = {operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"}
 _SOFTMAX = {torch.softmax, F.softmax, "softmax"}
+_FILL = {torch.masked_fill, "masked_fill", "masked_fill_"}
 _MAXIMUM = {
     F.max_pool1d,
     F.max_pool2d,
@@ -109,10 +129,21 @@ class Operations:
         Raises:
             TypeError: If the operation has no rule; the message has the line of the user's code.
         """
+        after = self._apply(node, args, kwargs)
+        if after is None:
+            raise self._no_rule(node)
+        return after
+
+    def _apply(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Apply the rule of an operation; return None where it has none."""
         target: Any = node.target
-        first = args[0]
-        if isinstance(first, Scores | Weights) or target in _MATMUL:
-            return self._attention(node, args, kwargs)
+        first = args[0] if args else None
+        if isinstance(first, Scores):
+            return self._scores(node, args, kwargs)
+        if isinstance(first, Weights):
+            return self._weights(node, args, kwargs)
+        if target in _MATMUL:
+            return self._matmul(first, args[1])
         if target in _ADD or target in _MULTIPLY or target in _DIVIDE:
             return self._arithmetic(node, args)
         if target in _CONCATENATE:
@@ -125,24 +156,33 @@ class Operations:
             return first[args[1]]
         if target is operator.getitem:
             return self._select(node, first, args[1])
-        if target in _UNCHANGED:
+        if target in _UNCHANGED or _is_idle_dropout(target, kwargs):
             return first
         if target in _RESHAPE:
             return self._reshape(node, first)
         if target in _TRANSPOSE:
             return self._transpose(node, first)
         if target in _MEAN:
-            return self._mean(node, args, kwargs)
+            return self._mean(first, args, kwargs)
         if target is getattr or target in ("size", "dim"):
             return self._query(node, first, args)
-        if target in (F.dropout, F.dropout2d) and not kwargs.get("training", True):
-            return first
         if target in _MODULES:
-            kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
-            module = _MODULES[target](*args[1:], **kwargs)
-            rule = first.map(lambda state: propagate(module, state.replace(path=node.name)))
-            return Stream(rule.parts, node.name).at(rule.depth)
-        raise self._no_rule(node)
+            return self._module(node, first, args, kwargs)
+        return None
+
+    def _module(
+        self, node: torch.fx.Node, stream: Stream, args: list[Any], kwargs: dict[str, Any]
+    ) -> Stream:
+        """Apply the rule of the module of torch that acts as the function."""
+        options = {name: value for name, value in kwargs.items() if name != "inplace"}
+        module = _MODULES[node.target](*args[1:], **options)
+        after = stream.map(lambda state: propagate(module, state.replace(path=node.name)))
+        return Stream(after.parts, node.name).at(after.depth)
+
+    def _matmul(self, queries: Any, keys: Any) -> Scores | None:
+        if isinstance(queries, Stream) and isinstance(keys, Stream):
+            return score(queries, keys)
+        return None
 
     def _arithmetic(self, node: torch.fx.Node, args: list[Any]) -> Stream:
         target: Any = node.target
@@ -150,7 +190,7 @@ class Operations:
         if isinstance(first, Concrete) or isinstance(second, Concrete):
             raise TypeError(
                 f"{node.name!r} combines a stream with the inputs, which have finitely many units. "
-                f"Apply a Linear or a convolution to them first.{line_of(node)} {MEASURE}"
+                f"Apply a Linear or a convolution to them first. {MEASURE}"
             )
         if isinstance(first, Stream) and isinstance(second, Stream):
             if target in _ADD:
@@ -167,57 +207,95 @@ class Operations:
             number = 1 / number
         return stream.map(lambda state: scaled(state, number**2))
 
-    def _attention(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Apply the rule of scores, their softmax, or the mean of values with its weights."""
+    def _scores(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Apply the rule of scores: scaling, a mask, their softmax, or linear attention."""
         target: Any = node.target
-        first = args[0]
-        second = args[1] if len(args) > 1 else None
+        scores: Scores = args[0]
+        second = _constant(args[1]) if len(args) > 1 else None
         if target in _MATMUL and isinstance(second, Stream):
-            if isinstance(first, Weights):
-                return attend(first, second)
-            if isinstance(first, Stream):
-                return score(first, second)
-        if isinstance(first, Scores) and isinstance(second, int | float):
+            return attend_linearly(scores, second)
+        if isinstance(second, int | float):
             if target in _MULTIPLY:
-                return first.scaled(second)
+                return scores.scaled(second)
             if target in _DIVIDE:
-                return first.scaled(1 / second)
-        axis = kwargs.get("dim", second)
-        if isinstance(first, Scores) and target in _SOFTMAX and axis in (-1, 2):
-            return normalise_scores(first)
+                return scores.scaled(1 / second)
+        if target in _SOFTMAX:
+            axis = kwargs.get("dim", second)
+            if axis in (-1, self._last_axis(node)):
+                return normalise_scores(scores)
+        if target in _ADD and isinstance(second, Tensor):
+            return scores.masked(add_mask(second))
+        if target in _FILL and isinstance(second, Tensor):
+            value = kwargs.get("value", args[2] if len(args) > 2 else None)
+            if isinstance(value, int | float):
+                return scores.masked(fill_mask(second, value))
+        raise self._no_rule(node)
+
+    def apply_module(self, node: torch.fx.Node, module: nn.Module, value: Scores | Weights) -> Any:
+        """Apply the rule of a module to scores or weights of attention.
+
+        Args:
+            node: The node of the graph.
+            module: Its module.
+            value: The value before it.
+
+        Raises:
+            TypeError: If the module has no rule there.
+        """
+        is_over_keys = isinstance(module, nn.Softmax) and module.dim in (-1, self._last_axis(node))
+        if isinstance(value, Scores) and is_over_keys:
+            return normalise_scores(value)
+        is_idle = isinstance(module, nn.Dropout) and not (module.p and module.training)
+        if is_idle or isinstance(module, nn.Identity):
+            return value
+        raise self._no_rule(node)
+
+    def _last_axis(self, node: torch.fx.Node) -> int:
+        return len(self.shapes[node]) - 1
+
+    def _weights(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Apply the rule of the mean of values with weights of attention."""
+        if node.target in _MATMUL and isinstance(args[1], Stream):
+            return attend(args[0], args[1])
+        if _is_idle_dropout(node.target, kwargs):
+            return args[0]
         raise self._no_rule(node)
 
     def _scaled_attention(
         self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]
     ) -> Stream:
-        """Apply the rule of ``F.scaled_dot_product_attention`` without a mask."""
-        queries, keys, values = args[:3]
-        scale = kwargs.get("scale")
-        options = {name for name in kwargs if name != "scale" and kwargs[name]}
-        if len(args) > 3 or options or not isinstance(queries, Stream):
+        """Apply the rule of ``F.scaled_dot_product_attention``."""
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        queries, keys, values = (options.get(name) for name in names[:3])
+        streams = (queries, keys, values)
+        known = set(options) <= set(names) and not options.get("dropout_p")
+        if not known or not all(isinstance(value, Stream) for value in streams):
             raise self._no_rule(node)
         transposed = keys.map(lambda s: s.replace(features_last=not s.features_last))
         scores = score(queries, transposed)
+        scale = options.get("scale")
         if scale is None:
             scale = scores.width**-0.5
-        weights = normalise_scores(scores.scaled(scale))
+        scores = scores.scaled(scale)
+        mask = _constant(options.get("attn_mask"))
+        if options.get("is_causal"):
+            mask = torch.ones(scores.state.pixels * 2, dtype=torch.bool).tril()
+        if isinstance(mask, Tensor) and mask.dtype is torch.bool:
+            scores = scores.masked(fill_mask(~mask, -math.inf))
+        elif isinstance(mask, Tensor):
+            scores = scores.masked(add_mask(mask))
+        elif mask is not None:
+            raise self._no_rule(node)
+        weights = normalise_scores(scores)
         return attend(weights, values.at(weights.depth))
 
-    def _select(self, node: torch.fx.Node, stream: Any, index: Any) -> Stream:
+    def _select(self, node: torch.fx.Node, stream: Any, index: Any) -> Stream | None:
         """Select one token, ``x[:, i]``."""
         is_token = isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None)
         if not isinstance(stream, Stream) or not is_token or not isinstance(index[1], int):
-            raise self._no_rule(node)
-        token = index[1]
-
-        def select(state: State) -> State:
-            if state.spatial != 1 or not state.features_last or state.flat:
-                raise self._no_rule(node)
-            axes = (token, token) if state.layout == PAIRS else (token,)
-            after = state.map(lambda kernel: kernel[(..., *axes)])
-            return after.replace(layout=None, spatial=0, features_last=False)
-
-        return stream.map(select)
+            return None
+        return select_token(stream, index[1])
 
     def _concatenate(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Stream:
         streams = list(args[0])
@@ -225,7 +303,7 @@ class Operations:
         if not all(isinstance(stream, Stream) for stream in streams):
             raise TypeError(
                 f"{node.name!r} joins streams with inputs or parameters, which have finitely many "
-                f"units.{line_of(node)} {MEASURE}"
+                f"units. {MEASURE}"
             )
         self._require_features(node, streams[0], axis)
         return concatenate(streams)
@@ -240,64 +318,40 @@ class Operations:
         return split_stream(stream, widths)
 
     def _require_features(self, node: torch.fx.Node, stream: Stream, axis: Any) -> None:
-        state = stream.parts[0].state
-        axes = 2 + (0 if state.flat else state.spatial)
-        feature_axis = axes - 1 if state.features_last else 1
-        if state.flat or axis % axes != feature_axis:
+        names = ("batch", *axis_names(stream.parts[0].state))
+        feature_axis = names.index(FEATURES)
+        is_flat = stream.parts[0].state.flat
+        if is_flat or HEADS in names or axis % len(names) != feature_axis:
             raise TypeError(
                 f"{node.name!r} joins or splits axis {axis}; only that of features has a rule, "
-                f"{feature_axis}.{line_of(node)} {MEASURE}"
+                f"{feature_axis}. {MEASURE}"
             )
 
-    def _reshape(self, node: torch.fx.Node, stream: Stream) -> Stream:
-        """Flatten pixels and features, or all pixels; other shapes have no rule."""
-        before = self.shapes[node.all_input_nodes[0]]
-        after = self.shapes[node]
-        if before == after:
-            return stream
-        state = stream.parts[0].state
-        if len(after) == 3 and after[:2] == before[:2] and not state.features_last:
-            return stream.map(_join_pixels)
-        if len(after) != 2:
-            raise self._no_rule(node)
+    def _reshape(self, node: torch.fx.Node, stream: Stream) -> Stream | None:
+        return reshape(stream, self.shapes[node.all_input_nodes[0]], self.shapes[node])
 
-        def flatten(state: State) -> State:
-            if state.layout is None or state.flat:
-                return state
-            return keep_diagonal(state).replace(flat=True, features_last=False)
-
-        return stream.map(flatten)
-
-    def _transpose(self, node: torch.fx.Node, stream: Stream) -> Stream:
-        """Exchange features and the only pixel axis."""
-        axes = node.args[1:]
+    def _transpose(self, node: torch.fx.Node, stream: Stream) -> Stream | None:
+        """Exchange two axes, or permute all."""
+        axes: tuple[Any, ...] = node.args[1:]
         if axes and isinstance(axes[0], tuple | list):
             axes = tuple(axes[0])
-        orders = {(1, 2), (2, 1), (-1, -2), (-2, -1), (1, -1), (-1, 1), (0, 2, 1)}
-        if tuple(axes) not in orders or stream.parts[0].state.spatial != 1:
-            raise self._no_rule(node)
-        return stream.map(lambda s: s.replace(features_last=not s.features_last))
+        count = len(self.shapes[node])
+        if not axes or not all(isinstance(axis, int) for axis in axes):
+            return None
+        axes = tuple(axis % count for axis in axes)
+        if node.target in (torch.permute, "permute"):
+            return permute(stream, axes)
+        order = list(range(count))
+        first, second = axes
+        order[first], order[second] = second, first
+        return permute(stream, tuple(order))
 
-    def _mean(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Stream:
+    def _mean(self, stream: Stream, args: list[Any], kwargs: dict[str, Any]) -> Stream | None:
         """Average over all pixels."""
         axes = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if axes is None or kwargs.get("keepdim", len(args) > 2 and args[2]):
-            raise self._no_rule(node)
-        stream: Stream = args[0]
-        state = stream.parts[0].state
-        count = 2 + state.spatial
-        chosen = {axis % count for axis in ([axes] if isinstance(axes, int) else axes)}
-        pixels = set(range(1, count - 1)) if state.features_last else set(range(2, count))
-        if chosen != pixels or not pixels or state.flat:
-            raise self._no_rule(node)
-
-        def average(state: State) -> State:
-            dims = tuple(range(-2 * state.spatial, 0))
-            return state.map(lambda kernel: kernel.mean(dims)).replace(
-                layout=None, spatial=0, features_last=False
-            )
-
-        return stream.map(average)
+            return None
+        return average_pixels(stream, {axes} if isinstance(axes, int) else set(axes))
 
     def _query(self, node: torch.fx.Node, stream: Stream, args: list[Any]) -> Any:
         """Return a shape; sizes of the batch are those of the example and never matter."""
@@ -311,6 +365,7 @@ class Operations:
         raise self._no_rule(node)
 
     def _no_rule(self, node: torch.fx.Node) -> TypeError:
+        """Return the error that names the operation, the line of code and the rule to write."""
         name = getattr(node.target, "__name__", node.target)
         if node.target in _MAXIMUM:
             return TypeError(
@@ -338,18 +393,20 @@ def mixes_pixels_anywhere(nodes: list[torch.fx.Node], network: nn.Module) -> boo
     return False
 
 
-def _join_pixels(state: State) -> State:
-    """Return the kernels with one axis for all pixels of an input."""
-    if state.flat or not state.spatial:
-        raise ValueError(f"only pixels of images can be joined; got pixels {state.pixels}.")
-    groups = 2 if state.layout == PAIRS else 1
-    pixels = torch.Size(state.pixels).numel()
+def _constant(value: Any) -> Any:
+    """Return a value of both sets of inputs as one where it does not depend on them."""
+    if not isinstance(value, Concrete):
+        return value
+    first, second = value
+    if isinstance(first, Tensor):
+        is_equal = first.shape == second.shape and torch.equal(first, second)
+    else:
+        is_equal = first == second
+    return first if is_equal else value
 
-    def join(kernel: Tensor) -> Tensor:
-        leading = kernel.shape[: kernel.dim() - groups * state.spatial]
-        return kernel.reshape(*leading, *(pixels,) * groups)
 
-    return state.map(join).replace(spatial=1)
+def _is_idle_dropout(target: Any, kwargs: dict[str, Any]) -> bool:
+    return target in (F.dropout, F.dropout2d) and not kwargs.get("training", True)
 
 
 def line_of(node: torch.fx.Node) -> str:

@@ -7,7 +7,6 @@ layer are :class:`~embens.theory.streams.Stream`.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -149,23 +148,32 @@ class Walk:
                 if not isinstance(result, Stream):
                     raise TypeError(f"the forward must return one tensor; got {result!r}.")
                 return merged(result)
-            streams = _streams(args, depth)
-            if node.op == "call_module":
-                values[node] = self._module(node, streams[0], state, depth)
-            elif any(isinstance(value, Stream | Scores | Weights) for value in _flat(streams)):
-                values[node] = self.operations.apply(node, streams, kwargs)
-            else:
-                values[node] = self._compute(node, args, kwargs)
+            try:
+                values[node] = self._value(node, args, kwargs, state, depth)
+            except (TypeError, ValueError) as error:
+                raise _with_line(error, node) from error
             for value in _flat([values[node]]):
                 if isinstance(value, Stream | Scores | Weights):
                     depth = max(depth, value.depth)
         raise AssertionError("a graph ends in an output")
+
+    def _value(self, node: torch.fx.Node, args: Any, kwargs: Any, start: State, depth: int) -> Any:
+        """Return the value of a node of the graph."""
+        args = _renumbered(args, depth)
+        kwargs = _renumbered(kwargs, depth)
+        if node.op == "call_module":
+            return self._module(node, args[0], start, depth)
+        if any(isinstance(v, Stream | Scores | Weights) for v in _flat([*args, *kwargs.values()])):
+            return self.operations.apply(node, list(args), kwargs)
+        return self._compute(node, args, kwargs)
 
     def _module(self, node: torch.fx.Node, value: Any, start: State, depth: int) -> Any:
         """Apply the rule of a module, or the module itself before the first layer."""
         path = str(node.target)
         module = self.network.get_submodule(path)
         is_layer = isinstance(module, nn.Linear | _ConvNd | nn.Embedding)
+        if isinstance(value, Scores | Weights):
+            return self.operations.apply_module(node, module, value)
         if isinstance(value, Tensor):  # does not depend on the inputs, such as positions
             assert start.inputs is not None
             value = Concrete(*[value.expand(len(x), *value.shape) for x in start.inputs])
@@ -174,13 +182,17 @@ class Walk:
                 raise unknown(module, path)
             return Concrete(*[module(part) for part in value])
         if not has_rule(module):
-            error = unknown(module, path)
-            raise TypeError(f"{error}{line_of(node)}")
+            raise unknown(module, path)
         if not isinstance(value, Stream):
             state = start.replace(inputs=tuple(value), depth=depth, path=path)
             after = propagate(module, state)
             return Stream((Part(after, self._width(node, after)),), path)
         if is_layer:
+            if value.parts[0].state.heads:
+                raise TypeError(
+                    f"{describe(module, path)} acts on every head with the same weights, which has "
+                    f"no rule. Join the heads before it. {MEASURE}"
+                )
             after = propagate(module, merged(value).replace(path=path))
             return Stream((Part(after, self._width(node, after)),), path)
         if len(value.parts) > 1 and module.__class__.__name__.endswith("Norm"):
@@ -242,12 +254,18 @@ def _flat(values: Any) -> list[Any]:
     return flat
 
 
-def _streams(args: Any, depth: int) -> list[Any]:
-    """Return arguments with all streams numbered for the records that come next."""
+def _renumbered(values: Any, depth: int) -> Any:
+    """Return values with all streams numbered for the records that come next."""
 
     def renumber(value: Any) -> Any:
-        if isinstance(value, Scores):
-            return dataclasses.replace(value, state=value.state.replace(depth=depth))
-        return value.at(depth) if isinstance(value, Stream) else value
+        return value.at(depth) if isinstance(value, Stream | Scores) else value
 
-    return [_map(arg, renumber) for arg in args]
+    return _map(values, renumber)
+
+
+def _with_line(error: Exception, node: torch.fx.Node) -> Exception:
+    """Return an error with the line of the user's code that made a node."""
+    line = line_of(node)
+    if line in str(error):
+        return error
+    return type(error)(f"{error}{line}")

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from embens.checks import check_rows
-from embens.sources import as_tensors, has_weights
+from embens.sources import as_tensors, check_inputs, has_weights
 from embens.training import processes
 from embens.training.processes import ALONE, World
 
@@ -102,6 +102,7 @@ class IndexedSource(BatchSource):
             self.count = check_rows(self.name, list(data), EXPECTED)
             data, self.weight = split_weights(data, self.counts, self.name)
             self.tensors = split_target(data, expected)
+            check_inputs(self.name, self.tensors[0], self.counts)
         elif hasattr(data, "__getitem__") and not isinstance(data, (Tensor, str)):
             self.count = len(data)
         else:

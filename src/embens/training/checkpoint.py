@@ -8,6 +8,7 @@ processes out.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from embens.checks import check_whole, warn
+from embens.ensemble.attributes import (
+    attribute_names,
+    check_attributes,
+    read_attributes,
+    restore_attributes,
+)
 from embens.fields import Fields, refusal
 from embens.files import Format, Refused, is_format, locked, read_tree, refusing, write_tree
 from embens.training.callbacks import Callback
@@ -63,10 +70,13 @@ class Checkpoint(Callback):
         self.every = every
         if every is not None:
             check_whole("every", every)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(f"checkpoint: expected a folder; {str(folder)!r} is a file")
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            raise NotADirectoryError(
+                f"checkpoint: expected a folder; {str(folder)!r} is a file or a broken link."
+            )
         self._identity: dict[str, Any] = {}
         self._refused: set[Path] = set()
+        self._is_warned = False
 
     def settings(self) -> dict[str, Any]:
         """Return nothing: a run may continue with other checkpoints."""
@@ -79,9 +89,10 @@ class Checkpoint(Callback):
             lock = locked(self.folder / ".lock", f"the checkpoint folder {str(self.folder)!r}")
             run.cleanup.enter_context(lock)
         self._identity = json.loads(json.dumps(identify(run)))
-        state = self.load_last(run)
-        if state is None:
+        content = self.load_last(run)
+        if content is None:
             return
+        state = content["state"]
         completed = state["epoch"] + (state["step"] > 0)
         if run.epochs < completed:
             raise ValueError(
@@ -90,6 +101,7 @@ class Checkpoint(Callback):
                 "again."
             )
         run.load_state_dict(state)
+        restore_attributes(run.ensemble, content.get("attributes", []))
 
     def on_step(self, run: Run) -> None:
         """Save every ``every`` steps, and before an epoch is cut short."""
@@ -114,8 +126,11 @@ class Checkpoint(Callback):
         if run.world.rank > 0 or not run.has_finite_weights():
             return
         path = self.folder / f"step-{run.steps:010d}.safetensors"
+        content = {"run": self._identity, "state": state, **self._attributes(run)}
+        if path in self._refused:
+            _set_aside(path)  # it may be a file of the user
         try:
-            write_tree(path, FORMAT, {"run": self._identity, "state": state})
+            write_tree(path, FORMAT, content)
         except TypeError as error:
             raise TypeError(
                 f"checkpoint: {error}; it is in the state of the optimizer, the scheduler or a "
@@ -127,23 +142,44 @@ class Checkpoint(Callback):
             if is_format(old, FORMAT):  # a file of the user may have such a name
                 old.unlink(missing_ok=True)
 
+    def _attributes(self, run: Run) -> dict[str, Any]:
+        """Return what the forward of members keeps in attributes; warn if a file cannot hold it."""
+        attributes = read_attributes(run.ensemble)
+        names = attribute_names(attributes, unwritable=True)
+        if not names:
+            return {"attributes": attributes} if attributes else {}
+        if not self._is_warned:
+            self._is_warned = True
+            warn(
+                f"checkpoint: the forward of the reference keeps {', '.join(names)}, which a file "
+                "cannot hold. A run that continues from this checkpoint starts without the "
+                "attributes of its members. Keep tensors and numbers, or use register_buffer."
+            )
+        return {}
+
     def load_last(self, run: Run) -> dict[str, Any] | None:
-        """Return the state of the last readable checkpoint, or None; warn about damaged files."""
+        """Return the content of the last readable checkpoint, or None; warn about damaged files."""
         template = run.state_dict(with_callbacks=False)  # in all processes
         for path in self._files():
             try:
-                content = Fields(read_tree(path, FORMAT), path.name, ["run", "state"])
+                content = Fields(
+                    read_tree(path, FORMAT), path.name, ["run", "state"], ["attributes"]
+                )
                 with refusing(path):
                     json.dumps(content.get("run"))  # raises if there are tensors
                 self._check_identity(path, content.fields("run").values)
                 with refusing(path):
                     check_state(run, template, content.get("state"), f"{path.name}: state")
                     check_step(path.name, content.get("state")["steps"])
+                    if "attributes" in content.values:
+                        check_attributes(
+                            run.ensemble, content.get("attributes"), f"{path.name}: attributes"
+                        )
             except Refused as error:
                 warn(f"checkpoint refused: {error}")
                 self._refused.add(path)
                 continue
-            return content.get("state")
+            return content.values
         return None
 
     def _check_identity(self, path: Path, saved: dict[str, Any]) -> None:
@@ -160,9 +196,18 @@ class Checkpoint(Callback):
         """Return the checkpoints, last step first."""
         files = []
         for path in self.folder.glob("step-*.safetensors"):
-            if FILE_NAME.fullmatch(path.name):
+            if FILE_NAME.fullmatch(path.name) and path.is_file():
                 files.append(path)
         return sorted(files, reverse=True)
+
+
+def _set_aside(path: Path) -> None:
+    """Give a file that was refused another name, which no file has."""
+    for number in itertools.count(1):
+        other = path.with_name(f"{path.name}.refused-{number}")
+        if not os.path.lexists(other):
+            os.rename(path, other)
+            return
 
 
 def check_step(name: str, steps: int) -> None:

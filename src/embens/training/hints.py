@@ -3,6 +3,12 @@
 _GROUPS = ". Pass optimizer=torch.optim.SGD(ensemble.parameter_groups(lr=…, {}=…), momentum=0.9)."
 _DEVICE = ". Move the ensemble, and the batches follow it: ensemble.to(device)."
 _CALLBACK = ". Pass callbacks=[embens.training.{}]."
+_SAMPLE_WEIGHT = ". Pass it with the data: train=(x, y, sample_weight)."
+_CLASS_WEIGHT = ". Pass criterion=nn.CrossEntropyLoss(weight=class_weight)."
+_METRICS = (
+    ". The history has the metrics of the task; choose the best epoch by one of them with "
+    'callbacks=[embens.training.KeepBest("nll")].'
+)
 REMOVED_ARGUMENTS = {
     "modulation_lr": _GROUPS.format("modulation_lr"),
     "weight_decay": _GROUPS.format("weight_decay"),
@@ -61,10 +67,9 @@ HINTS = {
     "x": ". Pass inputs and targets together: train=(x, y).",
     "X": ". Pass inputs and targets together: train=(X, y).",
     "y": ". Pass inputs and targets together: train=(x, y).",
-    "sample_weight": ". Pass it with the data: train=(x, y, sample_weight).",
-    "class_weight": ". Pass criterion=nn.CrossEntropyLoss(weight=class_weight).",
-    "metrics": ". The history has the metrics of the task; choose the best epoch by one of them "
-    'with callbacks=[embens.training.KeepBest("nll")].',
+    **dict.fromkeys(("sample_weight", "sample_weights", "weights"), _SAMPLE_WEIGHT),
+    **dict.fromkeys(("class_weight", "class_weights"), _CLASS_WEIGHT),
+    **dict.fromkeys(("metrics", "eval_metric", "monitor"), _METRICS),
     "momentum": ". Pass optimizer=functools.partial(torch.optim.SGD, momentum=…).",
     "shuffle": ". Tensors and data sets are shuffled; pass a DataLoader for another order.",
     "num_workers": ". Pass a DataLoader with num_workers=…",

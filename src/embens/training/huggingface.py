@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map
 from transformers import Trainer
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.optim import logits_of, objective
+from embens.losses import logits_of
+from embens.optim import objective
 
 
 class EnsembleTrainer(Trainer):

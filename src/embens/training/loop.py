@@ -3,7 +3,6 @@
 A step is forward, backward, update. Everything else is a callback (:mod:`embens.training`).
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,40 +12,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from embens.checks import check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
-from embens.inference import floating_dtype
 from embens.modes import evaluating
 from embens.optim import Gamma
-from embens.sources import count_inputs
 from embens.training import processes
-from embens.training.batches import AnySource, batches_of
-from embens.training.callbacks import Callback, as_callbacks
-from embens.training.checkpoint import Checkpoint
-from embens.training.features import compute_features, separate_heads
+from embens.training.batches import AnySource
+from embens.training.callbacks import as_callbacks
 from embens.training.hints import HINTS
 from embens.training.history import History, epoch_row
-from embens.training.options import (
-    METRICS,
-    MakeScheduler,
-    Options,
-    is_larger_better,
-    linear_decay,
-)
+from embens.training.options import METRICS, MakeScheduler, is_larger_better
 from embens.training.passes import check_data
 from embens.training.progress import Progress
 from embens.training.run import Run, copy_weights
+from embens.training.startup import (
+    DEFAULT_LR,
+    MakeOptimizer,
+    cache_features,
+    check_functions,
+    check_trainable,
+    collect_options,
+    group_settings,
+    make_optimizer,
+    make_scheduler,
+    order_callbacks,
+    read_data,
+)
 from embens.training.step import take_step
 from embens.training.tally import Tally
 from embens.trees import gather
 
 Criterion = Callable[[Any, Any], Tensor]
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
-
-DEFAULT_LR = 0.01
 
 
 @suggest(HINTS)
@@ -122,27 +121,28 @@ def fit(
         >>> history.epochs[-1]["ensemble_accuracy"] > 0.9
         True
     """
-    _check_ensemble(ensemble)
+    check_trainable(ensemble)
+    check_functions(criterion, scheduler)
     check_whole("epochs", epochs, 0)
     check_whole("batch_size", batch_size)
     check_whole("seed", seed, 0)
     callback_list = as_callbacks(callbacks)
-    options = _collect_options(callback_list)
+    options = collect_options(callback_list)
     if options.cache_features:
-        ensemble, train, validation = _cache_features(ensemble, train, validation, batch_size)
+        ensemble, train, validation = cache_features(ensemble, train, validation, batch_size)
     world = processes.join(next(ensemble.parameters()).device)
-    train_batches, validation_batches = _read_data(
+    train_batches, validation_batches = read_data(
         ensemble, train, validation, batch_size, seed, options, world
     )
     if world.size > 1:
         processes.broadcast_(world, ensemble.state_dict().values())
-    optimizer = _make_optimizer(ensemble, optimizer, lr, gamma)
+    made_optimizer = make_optimizer(ensemble, optimizer, lr, gamma)
     arguments = {
         "epochs": epochs,
         "batch_size": batch_size,
         "lr": lr,
         "gamma": gamma,
-        "optimizer": [type(optimizer).__name__, _group_settings(optimizer)],
+        "optimizer": [type(made_optimizer).__name__, group_settings(made_optimizer)],
         "scheduler": scheduler,
         "criterion": criterion,
         "seed": seed,
@@ -153,73 +153,20 @@ def fit(
         torch.enable_grad(),
         ExitStack() as cleanup,
     ):
-        made_scheduler = _make_scheduler(optimizer, scheduler, epochs, options)
-        callback_list = _order_callbacks(callback_list, world.rank)
+        made_scheduler = make_scheduler(made_optimizer, scheduler, epochs, options)
         run = Run(
             ensemble,
             train_batches,
             validation_batches,
-            optimizer,
+            made_optimizer,
             made_scheduler,
             options,
-            callback_list,
+            order_callbacks(callback_list, world.rank),
             arguments,
             cleanup,
         )
         show = progress if world.rank == 0 else False
         return _train(run, Progress(show, epochs, run.steps_per_epoch))
-
-
-def _collect_options(callbacks: list[Callback]) -> Options:
-    """Return the options that callbacks set."""
-    options = Options()
-    for callback in callbacks:
-        callback.setup(options)
-    options.check()
-    return options
-
-
-def _read_data(
-    ensemble: EmbeddedEnsemble,
-    train: Any,
-    validation: Any,
-    batch_size: int,
-    seed: int,
-    options: Options,
-    world: processes.World,
-) -> tuple[AnySource, AnySource | None]:
-    """Return the batches of training and validation data."""
-    if world.size > 1 and options.batch == "split":
-        raise ValueError('Batches("split") needs one process; use Batches("own").')
-    reading = _reading_options(ensemble)
-    members = ensemble.members if options.batch == "own" else None
-    train_batches = batches_of(
-        train, batch_size, seed=seed, members=members, world=world, **reading
-    )
-    if validation is None:
-        return train_batches, None
-    validation_batches = batches_of(validation, batch_size, seed=None, name="validation", **reading)
-    return train_batches, validation_batches
-
-
-def _reading_options(ensemble: EmbeddedEnsemble) -> dict[str, Any]:
-    """Return the options of ``batches_of`` that depend on an ensemble."""
-    counts = count_inputs(ensemble.reference.forward)
-    return {"counts": counts, "dtype": floating_dtype(ensemble)}
-
-
-def _cache_features(
-    ensemble: EmbeddedEnsemble, train: Any, validation: Any, batch_size: int
-) -> tuple[EmbeddedEnsemble, Any, Any]:
-    """Return the last layers of an ensemble, and the data with features in place of inputs."""
-    heads, layer = separate_heads(ensemble)
-    reading = _reading_options(ensemble)
-    source = batches_of(train, batch_size, seed=None, **reading)
-    train = compute_features(ensemble, heads, layer, source)
-    if validation is not None:
-        source = batches_of(validation, batch_size, seed=None, name="validation", **reading)
-        validation = compute_features(ensemble, heads, layer, source)
-    return heads, train, validation
 
 
 def _train(run: Run, progress: Progress) -> History:
@@ -293,10 +240,9 @@ def _end_epoch(run: Run, progress: Progress) -> None:
 @torch.no_grad()
 def _validate(run: Run, validation: AnySource) -> dict[str, Any]:
     """Evaluate on the validation data; return columns of the record, with the metric."""
-    metric = run.options.metric
     tally = Tally(run.ensemble.members, device=run.device)
     results = []
-    keeps_outputs = callable(metric) or metric in METRICS
+    keeps_outputs = callable(run.options.metric) or run.options.metric in METRICS
     seed = processes.combine(run.seed, run.epoch, 1)
     with evaluating(run.evaluated), processes.seeded(seed):
         for result in run.passes.evaluate(validation, run.evaluated):
@@ -304,15 +250,18 @@ def _validate(run: Run, validation: AnySource) -> dict[str, Any]:
             if keeps_outputs:
                 results.append(result)
     columns = tally.summary("validation_")
+    metric = run.options.metric
     if metric is None:
         is_classification = "validation_ensemble_accuracy" in columns
         metric = "accuracy" if is_classification else "loss"
-    if isinstance(metric, str) and metric not in METRICS:
-        value = _named_column(columns, metric)
-    else:
-        function = METRICS[metric] if isinstance(metric, str) else metric
+    function = metric
+    if isinstance(metric, str):
+        function = METRICS.get(metric) if "classification" in tally.tasks else None
+    if callable(function):
         outputs = gather([r.outputs for r in results], lambda parts: torch.cat(parts, 1))
         value = function(outputs, gather([r.target for r in results], torch.cat))
+    else:
+        value = _named_column(columns, str(metric))
     columns["metric"] = run.agree(float(value))
     run.larger_is_better = is_larger_better(metric, run.options.maximise)
     return columns
@@ -331,73 +280,3 @@ def _named_column(columns: dict[str, Any], metric: str) -> float:
             f"{', '.join(names)}.{hint}"
         )
     return columns[f"validation_{name}"]
-
-
-def _check_ensemble(ensemble: Any) -> None:
-    if not isinstance(ensemble, EmbeddedEnsemble):
-        kind = type(ensemble).__name__
-        hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)"
-        if kind in ("DistributedDataParallel", "DataParallel"):
-            hint = "Pass its .module: fit itself averages over processes under torchrun"
-        raise TypeError(f"fit expects an ensemble; got {kind}. {hint}.")
-    if not any(parameter.requires_grad for parameter in ensemble.parameters()):
-        raise ValueError("the ensemble has no parameter that requires a gradient")
-
-
-def _make_optimizer(
-    ensemble: EmbeddedEnsemble, optimizer: MakeOptimizer | Optimizer | None, lr: float, gamma: Gamma
-) -> Optimizer:
-    """Return the user's optimizer, or make one of the ensemble's parameter groups."""
-    if isinstance(optimizer, Optimizer):
-        if lr != DEFAULT_LR or gamma is not None:
-            raise ValueError(
-                "optimizer already has learning rates; leave out lr= and gamma=, or pass them to "
-                "ensemble.parameter_groups(lr=…, gamma=…)."
-            )
-        trained = set()
-        for group in optimizer.param_groups:
-            trained.update(id(parameter) for parameter in group["params"])
-        if not any(id(parameter) in trained for parameter in ensemble.parameters()):
-            raise ValueError(
-                "optimizer has no parameter of this ensemble; build it from "
-                "ensemble.parameter_groups(…) of the ensemble that you train."
-            )
-        return optimizer
-    make = optimizer
-    if make is None:
-        make = functools.partial(SGD, momentum=0.9, fused=can_fuse(ensemble))
-    groups = ensemble.parameter_groups(lr, gamma=gamma, optimizer=make)
-    return make(groups)
-
-
-def can_fuse(ensemble: EmbeddedEnsemble) -> bool:
-    """Return whether torch's fused SGD is correct and available for all parameters."""
-    # On the CPU the fused kernel assumes contiguous memory and dense gradients.
-    if any(getattr(module, "sparse", False) for module in ensemble.modules()):
-        return False
-    return all(p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters())
-
-
-def _make_scheduler(
-    optimizer: Optimizer, scheduler: MakeScheduler | None, epochs: int, options: Options
-) -> Any:
-    make = scheduler or linear_decay(epochs)
-    result = make(optimizer)
-    if isinstance(result, ReduceLROnPlateau) and options.schedule_every == "step":
-        raise ValueError("ReduceLROnPlateau needs a metric per epoch; leave out ScheduleEveryStep.")
-    return result
-
-
-def _group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of all groups, without their parameters."""
-    settings = []
-    for group in optimizer.param_groups:
-        settings.append({name: value for name, value in group.items() if name != "params"})
-    return settings
-
-
-def _order_callbacks(callbacks: list[Callback], rank: int) -> list[Callback]:
-    """Return the callbacks of this process; checkpoints last, to save what the others have done."""
-    if rank > 0:
-        callbacks = [callback for callback in callbacks if callback.changes_training]
-    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))

@@ -13,19 +13,18 @@ from torch.nn import functional as F
 
 from embens.checks import find_gaps
 from embens.ensemble import EmbeddedEnsemble
-from embens.modes import evaluating
-from embens.optim import (
-    FEW_CLASSES,
+from embens.losses import (
     Criterion,
     check_labels,
     default_criterion,
     gaussian_nll,
-    has_labels,
     ignored_label,
     logits_of,
     member_losses,
     squared_error,
 )
+from embens.modes import evaluating
+from embens.optim import has_labels, total_cross_entropy
 from embens.training import processes
 from embens.training.batches import AnySource, LoaderSource, Minibatch, map_tensors
 from embens.training.options import BatchKind, Options
@@ -134,12 +133,11 @@ class Passes:
 
     def _has_plain_cross_entropy(self, outputs: Any, target: Any) -> bool:
         """Return whether one reduction over all members and rows computes the objective."""
-        if self.criterion is not F.cross_entropy or not has_labels(outputs, target):
+        if self.criterion is not F.cross_entropy:
             return False
         if self.options.batch != "same" or self.options.of != "members":
             return False
-        has_shape = outputs.dim() == 3 and target.shape == outputs.shape[1:2]
-        return has_shape and outputs.shape[2] > 1
+        return has_labels(outputs, target) and outputs.dim() == 3
 
     def _backward_in_chunks(self, inputs: Any, target: Any, weight: float) -> tuple[Tensor, Any]:
         """Add the gradients of one chunk of members after another; return losses and outputs."""
@@ -287,29 +285,6 @@ class Passes:
             self.criterion = DEFAULT_CRITERIA[name]
 
 
-def total_cross_entropy(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the members' cross-entropies, and the log-probabilities.
-
-    One reduction over all rows is faster than one per member. The history uses the
-    log-probabilities again.
-
-    Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
-
-    Returns:
-        The sum, not finite if every label is ignored; log-probabilities ``(member, class, batch)``.
-    """
-    members, _, classes = outputs.shape
-    targets = target.expand(members, -1)
-    if classes <= FEW_CLASSES:
-        log_probabilities = outputs.movedim(2, 1).log_softmax(1)
-        return members * F.nll_loss(log_probabilities, targets), log_probabilities
-    log_probabilities = outputs.log_softmax(2)
-    loss = F.nll_loss(log_probabilities.flatten(0, 1), targets.flatten())
-    return members * loss, log_probabilities.movedim(2, 1)
-
-
 def _are_classes(outputs: Tensor, target: Tensor, batch: BatchKind) -> bool:
     """Return whether outputs are logits of classes, and the target their indices."""
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
@@ -322,7 +297,15 @@ def _are_classes(outputs: Tensor, target: Tensor, batch: BatchKind) -> bool:
 
 
 def refuse_gaps(name: str, gaps: str, loss: Tensor) -> None:
-    """Raise ValueError if data have non-finite values and the loss is not finite either."""
+    """Raise ValueError if data have non-finite values and the loss is not finite either.
+
+    Networks and criteria may handle missing values, which are then no error.
+
+    Args:
+        name: of the data, for the error message.
+        gaps: description of the non-finite values; "" if there are none.
+        loss: the sum of the members' losses.
+    """
     if gaps and not loss.isfinite():
         raise ValueError(
             f"{name}: {gaps}, and the loss is {float(loss)} there. Leave these rows out, or fill "

@@ -23,7 +23,12 @@ CHECK_INTERVAL = 64
 
 
 def take_step(run: Run, minibatches: list[Minibatch]) -> None:
-    """Make one step on the mean over the rows of the batches."""
+    """Make one step on the mean over the rows of the batches.
+
+    Args:
+        run: the run; its weights, counters and tally change.
+        minibatches: one batch, or several whose gradients are accumulated.
+    """
     for parameter in run.parameters:
         parameter.grad = None
     try:
@@ -100,7 +105,17 @@ def _accumulate_gradients(run: Run, minibatches: list[Minibatch]) -> Tensor:
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> float:
-    """Return the norm of all gradients together; NaN if there are none."""
+    """Return the norm of all gradients together; NaN if there are none.
+
+    Args:
+        parameters: parameters with or without a gradient.
+
+    Example:
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> gradient_norm([weight])
+        5.0
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return math.nan

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.optim import Criterion, gaussian_nll, ignored_label, squared_error
+from embens.losses import Criterion, gaussian_nll, ignored_label, squared_error
 
 
 class WeightedTarget(NamedTuple):

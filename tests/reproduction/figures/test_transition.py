@@ -38,7 +38,7 @@ def rows(c, true, noise):
 
 
 class TestTransition(Battery):
-    name, rows = "transition", staticmethod(rows)
+    name, rows, draws = "transition", staticmethod(rows), 20
     # The regions above the transition differ between seeds of this table.
     weak = ("above, ensemble accuracy grows with M", "above, member test accuracy rises with M")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from reproduction import baselines
 from reproduction.grid import runs
 from reproduction.grid.cells import Cell
 from reproduction.grid.engines import inline, local, visible_gpus
@@ -86,6 +87,32 @@ def test_a_killed_cell_continues_bit_for_bit(preset, small_cifar, tmp_path, monk
     uninterrupted = run(preset, tmp_path / "whole")
     assert len(resumed) == EPOCHS
     assert resumed == uninterrupted
+
+
+@pytest.mark.parametrize("preset", SETTINGS)
+def test_finished_trainings_of_a_stopped_cell_are_not_repeated(
+    preset, small_cifar, tmp_path, monkeypatch
+):
+    # Baselines without a recorded rate train four times: three rates, and the best one again.
+    setting = replace(cell_of(preset, epochs=2).setting, rates=(), train=32)
+    values = {"width": 1.0, "networks": 8, "seed": 0}
+    cell = Cell(setting, values, "baselines", checkpoints=str(tmp_path))
+    epochs = []
+    original = MemberTest.on_epoch
+
+    def stop_in_the_third_training(self, run, record):
+        epochs.append(record["epoch"])
+        original(self, run, record)
+        if len(epochs) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(MemberTest, "on_epoch", stop_in_the_third_training)
+    with pytest.raises(KeyboardInterrupt):
+        baselines.measure(cell)
+    resumed = baselines.measure(cell)
+    # The stopped epoch is repeated: its state is written after the callbacks.
+    assert epochs == [1, 2, 1, 2, 1, 2, *[2, 1, 2]]
+    assert str(resumed) == str(baselines.measure(replace(cell, checkpoints="")))
 
 
 def test_digits_are_not_worth_a_checkpoint(tmp_path, small_cifar):

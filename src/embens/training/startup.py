@@ -1,0 +1,204 @@
+"""The start of ``fit``: its arguments become data, an optimizer, a scheduler and callbacks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from embens.ensemble import EmbeddedEnsemble
+from embens.inference import check_ensemble, floating_dtype
+from embens.optim import Gamma
+from embens.sources import count_inputs
+from embens.training import processes
+from embens.training.batches import AnySource, batches_of
+from embens.training.callbacks import Callback
+from embens.training.checkpoint import Checkpoint
+from embens.training.features import compute_features, separate_heads
+from embens.training.options import MakeScheduler, Options, linear_decay
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+
+DEFAULT_LR = 0.01
+
+
+def check_trainable(ensemble: Any) -> None:
+    """Raise unless the first argument is an ensemble with parameters to train."""
+    check_ensemble("fit", ensemble)
+    if not any(parameter.requires_grad for parameter in ensemble.parameters()):
+        raise ValueError("the ensemble has no parameter that requires a gradient")
+
+
+def check_functions(criterion: Any, scheduler: Any) -> None:
+    """Raise TypeError unless the criterion and the scheduler are functions, or None.
+
+    Args:
+        criterion: of one member's outputs and the target.
+        scheduler: of the optimizer.
+    """
+    is_class = isinstance(criterion, type)
+    if criterion is not None and (is_class or not callable(criterion)):
+        raise TypeError(
+            "criterion must be a function of one member's (outputs, target), such as "
+            f"nn.CrossEntropyLoss() or torch.nn.functional.l1_loss, got {criterion!r}."
+        )
+    if scheduler is not None and not callable(scheduler):
+        raise TypeError(
+            "scheduler must be a function from the optimizer to a scheduler, such as "
+            "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10), got "
+            f"{type(scheduler).__name__}."
+        )
+
+
+def collect_options(callbacks: list[Callback]) -> Options:
+    """Return the options that callbacks set.
+
+    Args:
+        callbacks: of the run, in the order of the user.
+
+    Raises:
+        ValueError: if two options exclude one another.
+    """
+    options = Options()
+    for callback in callbacks:
+        callback.setup(options)
+    options.check()
+    return options
+
+
+def read_data(
+    ensemble: EmbeddedEnsemble,
+    train: Any,
+    validation: Any,
+    batch_size: int,
+    seed: int,
+    options: Options,
+    world: processes.World,
+) -> tuple[AnySource, AnySource | None]:
+    """Return the batches of training and validation data.
+
+    Args:
+        ensemble: the ensemble, whose signature and dtype the data have to fit.
+        train: training data, as for :func:`embens.fit`.
+        validation: validation data, or None.
+        batch_size: rows per batch, in all processes together.
+        seed: of the sample order.
+        options: of the run.
+        world: the processes that share each batch.
+    """
+    if world.size > 1 and options.batch == "split":
+        raise ValueError('Batches("split") needs one process; use Batches("own").')
+    reading = _reading_options(ensemble)
+    members = ensemble.members if options.batch == "own" else None
+    train_batches = batches_of(
+        train, batch_size, seed=seed, members=members, world=world, **reading
+    )
+    if validation is None:
+        return train_batches, None
+    validation_batches = batches_of(validation, batch_size, seed=None, name="validation", **reading)
+    return train_batches, validation_batches
+
+
+def _reading_options(ensemble: EmbeddedEnsemble) -> dict[str, Any]:
+    """Return the options of ``batches_of`` that depend on an ensemble."""
+    counts = count_inputs(ensemble.reference.forward)
+    return {"counts": counts, "dtype": floating_dtype(ensemble)}
+
+
+def cache_features(
+    ensemble: EmbeddedEnsemble, train: Any, validation: Any, batch_size: int
+) -> tuple[EmbeddedEnsemble, Any, Any]:
+    """Return the last layers of an ensemble, and the data with features in place of inputs.
+
+    Args:
+        ensemble: an ensemble whose members share all but their last layers.
+        train: training data, as for :func:`embens.fit`.
+        validation: validation data, or None.
+        batch_size: rows per batch of the pass that computes the features.
+    """
+    heads, layer = separate_heads(ensemble)
+    reading = _reading_options(ensemble)
+    source = batches_of(train, batch_size, seed=None, **reading)
+    train = compute_features(ensemble, heads, layer, source)
+    if validation is not None:
+        source = batches_of(validation, batch_size, seed=None, name="validation", **reading)
+        validation = compute_features(ensemble, heads, layer, source)
+    return heads, train, validation
+
+
+def make_optimizer(
+    ensemble: EmbeddedEnsemble, optimizer: MakeOptimizer | Optimizer | None, lr: float, gamma: Gamma
+) -> Optimizer:
+    """Return the user's optimizer, or make one of the ensemble's parameter groups.
+
+    Args:
+        ensemble: the ensemble that is trained.
+        optimizer: an optimizer, a function from groups to one, or None for SGD with momentum.
+        lr: learning rate; the default if the optimizer has its rates already.
+        gamma: gradient scale; None if the optimizer has its rates already.
+    """
+    if isinstance(optimizer, Optimizer):
+        if lr != DEFAULT_LR or gamma is not None:
+            raise ValueError(
+                "optimizer already has learning rates; leave out lr= and gamma=, or pass them to "
+                "ensemble.parameter_groups(lr=…, gamma=…)."
+            )
+        _check_parameters(optimizer, ensemble)
+        return optimizer
+    make = optimizer
+    if make is None:
+        make = functools.partial(SGD, momentum=0.9, fused=can_fuse(ensemble))
+    groups = ensemble.parameter_groups(lr, gamma=gamma, optimizer=make)
+    return make(groups)
+
+
+def _check_parameters(optimizer: Optimizer, ensemble: EmbeddedEnsemble) -> None:
+    """Raise ValueError if an optimizer is for another network."""
+    trained = set()
+    for group in optimizer.param_groups:
+        trained.update(id(parameter) for parameter in group["params"])
+    if not any(id(parameter) in trained for parameter in ensemble.parameters()):
+        raise ValueError(
+            "optimizer has no parameter of this ensemble; build it from "
+            "ensemble.parameter_groups(…) of the ensemble that you train."
+        )
+
+
+def can_fuse(ensemble: EmbeddedEnsemble) -> bool:
+    """Return whether torch's fused SGD is correct and available for all parameters."""
+    # On the CPU the fused kernel assumes contiguous memory and dense gradients.
+    if any(getattr(module, "sparse", False) for module in ensemble.modules()):
+        return False
+    return all(p.is_contiguous() and p.device.type == "cpu" for p in ensemble.parameters())
+
+
+def make_scheduler(
+    optimizer: Optimizer, scheduler: MakeScheduler | None, epochs: int, options: Options
+) -> Any:
+    """Return the scheduler of a run; the default is the paper's."""
+    make = scheduler or linear_decay(epochs)
+    result = make(optimizer)
+    if isinstance(result, ReduceLROnPlateau) and options.schedule_every == "step":
+        raise ValueError("ReduceLROnPlateau needs a metric per epoch; leave out ScheduleEveryStep.")
+    return result
+
+
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of all groups, without their parameters."""
+    settings = []
+    for group in optimizer.param_groups:
+        settings.append({name: value for name, value in group.items() if name != "params"})
+    return settings
+
+
+def order_callbacks(callbacks: list[Callback], rank: int) -> list[Callback]:
+    """Return the callbacks of this process; checkpoints last, to save what the others have done.
+
+    Args:
+        callbacks: of the run.
+        rank: of this process; callbacks that only watch exist in the first one.
+    """
+    if rank > 0:
+        callbacks = [callback for callback in callbacks if callback.changes_training]
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))

@@ -1,0 +1,182 @@
+"""Low-rank members: against drawn wide networks, and integrals by other means."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from theory.measured import average, expected, points
+from torch import nn
+
+import embens
+from embens import networks, theory
+from embens.networks import Linear
+from embens.theory import activations
+from embens.theory.rank_change import RankDual, chi_square_nodes
+
+pytestmark = pytest.mark.usefixtures("double")
+X = points(2)
+
+
+def perceptron(width: int, activation: str = "relu", generator=None, **options):
+    return networks.mlp(
+        5, width, 3, activation=activation, weight_std=1.4, generator=generator, **options
+    )
+
+
+CASES = {
+    "relu": ({}, {"rank": 2, "scale": 0.7}),
+    "tanh": ({"activation": "tanh"}, {"rank": 3, "scale": 0.8}),
+    "standard": ({"parametrization": "standard"}, {"rank": 2, "scale": 0.5}),
+    "scale 0": ({}, {"rank": 2, "scale": 0.0}),
+    "frozen": ({}, {"rank": 2, "scale": 0.7, "shared": "frozen"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wide_networks_of_multiplicative_members_have_these_kernels(name):
+    network, options = CASES[name]
+
+    def draw(generator, width=128):
+        net = perceptron(width, generator=generator, **network)
+        return embens.low_rank(net, 2, sites=["2", "4"], generator=generator, **options)
+
+    assert_agrees(draw)
+
+
+def assert_agrees(draw, seeds: int = 12):
+    k = expected(theory.kernels(draw(None, width=8), X))
+    for part, (mean, error) in average(draw, X, seeds=seeds).items():
+        if part.startswith("nngp"):  # one output is one draw: far noisier than gradients
+            continue
+        scale = k[part.replace("cross", "same")].abs().mean()
+        excess = ((mean - k[part]).abs() - 0.04 * scale).clamp(min=0)
+        assert (excess <= 4 * error + 1e-12).all(), (part, mean, k[part], error)
+
+
+def test_wide_networks_of_additive_members_have_these_kernels():
+    def draw(generator, width=128):
+        net = perceptron(width, generator=generator, parametrization="standard")
+        return embens.low_rank(net, 8, 4, "additive", sites=["0", "2", "4"], generator=generator)
+
+    with pytest.warns(UserWarning, match="stays random at rank 4"):
+        theory.kernels(draw(None, width=8), X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_agrees(draw)
+
+
+def test_additive_members_begin_as_the_plain_network():
+    net = perceptron(8, bias_std=0.3)
+    k = theory.kernels(embens.low_rank(net, 3, 2, "additive", sites=["2", "4", "6"]), X)
+    plain = theory.kernels(net, X)
+    assert torch.equal(k.nngp.same, plain.nngp.same)
+    assert torch.equal(k.nngp.cross, plain.nngp.same)
+    assert torch.equal(k.ntk_shared.cross, plain.ntk_shared.same)
+    # In the NTK parametrization a matrix has the rate of one weight, and weights are many.
+    assert not k.ntk_individual.same.any()
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 5])
+def test_nodes_have_the_moments_of_the_chi_square_distribution(degrees):
+    nodes, weights = chi_square_nodes(degrees, 8)
+    expected_moment = 1.0
+    for power in range(1, 8):
+        expected_moment *= degrees + 2 * (power - 1)
+        moment = (weights * nodes**power).sum().item()
+        assert moment == pytest.approx(expected_moment, rel=1e-10)
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh", "erf"])
+@pytest.mark.parametrize(("rank", "scale"), [(1, 0.8), (4, 0.5)])
+def test_expectations_are_those_of_a_fine_sum_over_rows(activation, rank, scale):
+    """The trapezoidal rule over the length |b| of a row, which has a chi distribution."""
+    module = networks.mlp(2, 2, 1, activation=activation)[1]
+    plain = activations.dual(module)
+    q1, q2, c, between = (torch.tensor(value) for value in (1.2, 0.9, 0.6, 0.3))
+    f, g, h = RankDual(plain, rank, scale).same(q1, q2, c, None)
+    cross_f, cross_g = RankDual(plain, rank, scale).cross(q1, q2, between, None)
+
+    lengths = torch.linspace(1e-9, 12, 601)
+    density = lengths ** (rank - 1) * torch.exp(-(lengths**2) / 2)
+    weights = density / density.sum()
+    if rank == 1:  # the density is not 0 at the end
+        density[0] /= 2
+        weights = density / density.sum()
+    t = scale**2 / rank * lengths**2
+    tau = 1 + t
+    fs, gs, hs = plain.same(tau * q1, tau * q2, tau * c, None)
+    assert f.item() == pytest.approx((weights * fs).sum().item(), rel=1e-8)
+    assert g.item() == pytest.approx((weights * tau * gs).sum().item(), rel=1e-7)
+    tangents = t / tau**2 * hs + (rank - t / tau + t) * c * gs
+    assert h.item() == pytest.approx((weights * tangents).sum().item(), rel=1e-7)
+    fs, gs = plain.cross(tau[:, None] * q1, tau * q2, between.expand(601, 601), None)
+    assert cross_f.item() == pytest.approx((weights @ fs @ weights).item(), rel=1e-7)
+    assert cross_g.item() == pytest.approx((weights @ gs @ weights).item(), rel=1e-7)
+
+
+REFUSED = {
+    "first layer": ({"sites": ["0"]}, {}, r"'0' .*is the first layer"),
+    "last layer": ({"sites": ["6"]}, {}, "Outputs are finitely many"),
+    "biases": ({"sites": ["2"]}, {"bias_std": 0.3}, "has no rule with biases"),
+    "additive": (
+        {"sites": ["2"], "kind": "additive", "scale": 0.2},
+        {},
+        "stay random in the limit. Use scale=0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_members_without_a_limit_are_refused(name):
+    options, network, message = REFUSED[name]
+    ensemble = embens.low_rank(perceptron(8, **network), 3, rank=2, **options)
+    with pytest.raises(TypeError, match=message):
+        theory.kernels(ensemble, X)
+
+
+def test_finite_width_statements_refuse_low_rank_members():
+    ensemble = embens.low_rank(perceptron(8), 3, rank=2, sites=["2"])
+    with pytest.raises(TypeError, match="low-rank members"):
+        theory.fluctuation(ensemble, X)
+    with pytest.raises(TypeError, match="weights differ between members"):
+        theory.interference(ensemble, X)
+
+
+class Residual(nn.Module):
+    """Norm, then a low-rank layer on the branch."""
+
+    def __init__(self, width: int, *, train: bool = False, generator=None):
+        super().__init__()
+        law = {"weight_std": 1.4, "generator": generator}
+        self.stem, self.up = Linear(5, width, **law), Linear(width, width, **law)
+        self.norm = nn.RMSNorm(width, elementwise_affine=train)
+        self.down, self.head = Linear(width, width, **law), Linear(width, 1, **law)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(x + self.down(torch.relu(self.norm(self.up(x)))))
+
+
+def test_norms_and_sums_after_low_rank_layers_have_these_kernels():
+    def draw(generator, width=128):
+        net = Residual(width, generator=generator)
+        return embens.low_rank(net, 3, 2, scale=0.7, sites=["up", "down"], generator=generator)
+
+    assert_agrees(draw)
+
+
+def test_trainable_norms_after_low_rank_layers_are_refused():
+    ensemble = embens.low_rank(Residual(8, train=True), 3, 2, sites=["up"])
+    with pytest.raises(TypeError, match="after low-rank members"):
+        theory.kernels(ensemble, X)
+
+
+def test_the_variance_of_units_is_that_of_the_members():
+    ensemble = embens.low_rank(perceptron(8), 3, 2, scale=0.5, sites=["2"])
+    k = theory.kernels(ensemble, X)
+    plain = theory.kernels(perceptron(8), X)
+    torch.testing.assert_close(k.nngp.same, (1 + 0.5**2) * plain.nngp.same)
+    assert math.isfinite(k.ntk_individual.same.sum().item())
