@@ -13,9 +13,10 @@ from typing import Any
 
 from reproduction.baselines import with_validation
 from reproduction.claims import Claim
+from reproduction.competitors import TUNED
 from reproduction.drawing import Figure, Panel, curves, shades
 from reproduction.figures import compare
-from reproduction.figures.compare import TUNED, train_system, validation_loss
+from reproduction.figures.compare import train_system, validation_loss
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.problems import load_problem
 from reproduction.rows import Frame, MissingCellsError

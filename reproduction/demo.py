@@ -219,11 +219,11 @@ def write_page(path: Path, tables: list[IntervalResult], regimes: list[RegimeRes
         (
             "A table with 90 % intervals",
             f"scikit-learn's diabetes table, {SPLITS} random splits. 90 % intervals should contain "
-            "90 % of the test targets, on average over the splits. Those of embens do, because they "
-            "are calibrated on held-out rows (conformal prediction). Intervals of one network, from "
-            "its training errors, and of boosting, from its quantile loss, are too narrow; the "
-            "same calibration would repair them. Single splits differ (dots), because only about "
-            "30 rows calibrate a fit of this small table.",
+            "90 % of the test targets, on average over the splits. Those of embens do, because "
+            "they are calibrated on held-out rows (conformal prediction). Intervals of one "
+            "network, from its training errors, and of boosting, from its quantile loss, are too "
+            "narrow; the same calibration would repair them. Single splits differ (dots), because "
+            "only about 30 rows calibrate a fit of this small table.",
             interval_rows(tables),
             draw_intervals(tables),
         ),

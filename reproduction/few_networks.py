@@ -10,8 +10,8 @@ both systems are therefore the same networks, and their results must be equal.
 
 from dataclasses import replace
 
+from reproduction.competitors import FOUR_NETWORKS, SEPARATE, TWO_NETWORKS
 from reproduction.figures import compare
-from reproduction.figures.compare import FOUR_NETWORKS, SEPARATE, TWO_NETWORKS
 from reproduction.figures.compare import measure as measure_system
 from reproduction.grid.cells import Cell, Row
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from generated import Network
 from handmade import HandMember, parameters_of
@@ -240,7 +241,7 @@ class Comparison:
     def _draw_values(self) -> None:
         """Draw the values of a pass, and remember the state of the random generators."""
         self.values = type(self.ensemble).sample_values(self.ensemble)
-        self.random_state = (torch.get_rng_state(), random.getstate())
+        self.random_state = (torch.get_rng_state(), random.getstate(), np.random.get_state())
 
     def _sample_values(self) -> dict[str, Tensor]:
         """Return the values of a pass, from which on members draw random numbers."""
@@ -250,6 +251,7 @@ class Comparison:
     def _restore_random_state(self) -> None:
         torch.set_rng_state(self.random_state[0])
         random.setstate(self.random_state[1])
+        np.random.set_state(self.random_state[2])
 
     def check(self, one: Pass, index: int) -> None:
         """Compare outputs, gradients, buffers and inputs of one pass."""
@@ -257,6 +259,7 @@ class Comparison:
             one = Pass(True, one.rows, 1, one.has_grad)  # members draw one after another
         torch.manual_seed(1000 * self.network.seed + index)
         random.seed(index)
+        np.random.seed(index)
         args, kwargs = self.network.inputs(one.rows)
         self._draw_values()
         expected = self._run_members(one, args, kwargs)

@@ -48,12 +48,14 @@ def fit(folder: Path) -> None:
     assert embens.load(folder / "ensemble.safetensors", problem.reference()).members == 3
 
 
-def train(folder: Path, *callbacks, make=embens.embed, **options) -> embens.EmbeddedEnsemble:
+def train(
+    folder: Path, *callbacks, make=embens.embed, every=1, **options
+) -> embens.EmbeddedEnsemble:
     """Train with a checkpoint at every step; write weights and history without times."""
     run = folder.with_name(f"run-{folder.name}")
     ensemble = make(problem.reference(dropout=0.3), 3, generator=torch.Generator().manual_seed(1))
     options = {"epochs": 2, "batch_size": 16, "lr": 0.05, "train": problem.data(), **options}
-    history = embens.fit(ensemble, callbacks=[*callbacks, Checkpoint(run, every=1)], **options)
+    history = embens.fit(ensemble, callbacks=[*callbacks, Checkpoint(run, every)], **options)
     assert not [path for path in run.iterdir() if path.name.startswith(".")]
     rows = []
     for record in history.epochs:
@@ -93,6 +95,27 @@ FITS = {
     },
     "loader": {"train": loader},
     "data_set": {"train": lambda: problem.Pairs(*problem.data(), noise=True)},
+    "state": {"make": lambda _, m, **o: embens.batch_ensemble(problem.Remembering(), m, **o)},
+    "state_and_draws": {
+        "make": lambda _, m, **o: embens.low_rank(problem.Remembering(draws=True), m, rank=2, **o)
+    },
+    "every_third": {"every": 3, "epochs": 3, "callbacks": lambda: [Accumulate(3)]},
+    "sequential": {
+        "epochs": 3,
+        "scheduler": lambda o: optim.lr_scheduler.SequentialLR(
+            o,
+            [
+                optim.lr_scheduler.LinearLR(o, total_iters=1),
+                optim.lr_scheduler.CosineAnnealingLR(o, 3),
+            ],
+            milestones=[1],
+        ),
+    },
+    "adafactor": {"optimizer": optim.Adafactor, "lr": 1e-2},
+    "named_inputs": {
+        "train": lambda: ({"input": problem.data()[0]}, problem.data()[1]),
+        "make": embens.batch_ensemble,
+    },
     "chunks": {"callbacks": lambda: [Objective(chunk=2)], "make": embens.batch_ensemble},
 }
 """Configurations of a run; functions are called in every process anew."""

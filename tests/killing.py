@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +114,8 @@ def run_child(function: Work, folder: Path, last_call: int) -> None:
     try:
         signal.alarm(300)
         sys.stdout = io.StringIO()
+        # A run that starts again instead of continuing would end with the same files.
+        warnings.filterwarnings("error", message="checkpoint refused")
         if last_call > 0:
             disk.install(disk.Killer(last_call))
         function(folder)

@@ -150,3 +150,11 @@ def test_equations_are_drawn_without_a_network(tmp_path, page, equations):
 def test_the_search_finds_a_word_without_a_network(tmp_path):
     text = in_chromium(f"file://{BUILT}/search.html?q=correctness_correlation", tmp_path)
     assert "embens.metrics.correctness_correlation" in text
+
+
+@pytest.mark.site
+def test_no_description_of_a_property_is_read_as_its_type():
+    """Napoleon takes the words before a colon in the first line for a type."""
+    texts = {path.name: path.read_text() for path in (BUILT / "reference").glob("*.html")}
+    assert texts, "run make docs"
+    assert [name for name, text in texts.items() if '<dt class="field-odd">Type<' in text] == []

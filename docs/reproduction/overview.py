@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from docs.reproduction.claims import count_text
-from reproduction.figures.compare import (
+from reproduction.competitors import (
     FOUR_NETWORKS,
     ONE,
     SEPARATE,
@@ -172,15 +172,16 @@ COMPARE = """![Accuracy and log loss against the compute of training](compare/cp
 
 Networks with batch norm, 32–64–128–256 channels, on 8,000 images of 16 classes; the compute of one
 network is 15 epochs. Cells: accuracy in % / log loss / log loss after temperature scaling, with the
-number of seeds in brackets. Separate networks are trained for 15 epochs each. Guessing has a log
-loss of 2.77. [All measures](compare/cpu/figure.png), [claims](claims.md#compare-cpu).
+number of seeds in brackets. Separate networks are trained for 15 epochs each, and a larger compute
+pays for more of them; for two networks it pays for more epochs. Guessing has a log loss of 2.77.
+[All measures](compare/cpu/figure.png), [claims](claims.md#compare-cpu).
 """
 COMPARED = ("accuracy", "nll", "scaled_nll")
 CONCLUSION = """**When is an embedded ensemble the right choice?** Two members drawn from signs
 are, if training is so long that one network becomes overconfident (here 4 ×) and only the
 parameters of one network can be stored. They are not, if training is short (1 × and 2 ×), where one
-network trained as long is better, or if there are more members than the width has room for (here
-four).
+network trained as long is better, if two networks can be stored, which are as good at 4 × or
+better, or if there are more members than the width has room for (here four).
 """
 
 BEYOND = {
@@ -227,7 +228,7 @@ def compare_section(table: list[list[str]]) -> str:
         if system not in parameters:
             continue
         texts = [compared_text(cells.get((system, budget), [])) for budget in budgets]
-        size = f"{parameters[system] / parameters[ONE]:.2f}"
+        size = f"{parameters[system] / parameters[ONE]:.2f} ×"
         if system in (SEPARATE, WIDE):
             size = "as compute"
         lines.append(table_row(system, size, *texts))

@@ -16,7 +16,7 @@ the learning rates.
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,81 +27,27 @@ from embens import EmbeddedEnsemble, embed, independent, last_layer_dropout, law
 from embens.uncertainty import best_temperature
 from reproduction.baselines import with_validation
 from reproduction.claims import Claim
-from reproduction.drawing import (
-    BLACK,
-    BLUE,
-    BROWN,
-    GREY,
-    ORANGE,
-    PINK,
-    PURPLE,
-    RED,
-    Curve,
-    Figure,
-    Mark,
-    curves,
-    panels,
-    shades,
-    state,
+from reproduction.competitors import (
+    FOUR_NETWORKS,
+    LAST_LAYER,
+    LOW_RANK,
+    NORMAL,
+    ONE,
+    SEPARATE,
+    SIGNS,
+    SPLIT,
+    SYSTEMS,
+    TWO_NETWORKS,
+    WIDE,
+    colours_of_systems,
 )
+from reproduction.drawing import Curve, Figure, Mark, curves, panels, state
 from reproduction.grid.cells import Cell, Row, sweep, training_cost
 from reproduction.grid.settings import build_reference, count_parameters, recorded_rates
 from reproduction.problems import Problem, load_problem, timed
 from reproduction.rows import Frame, MissingCellsError, Rows, fit_slope
 from reproduction.training import Training, outputs_of, score, train
 
-# Names without commas, so that ``--only`` can list them.
-ONE, WIDE, SEPARATE = "one network", "one wider network", "separate networks"
-TWO_NETWORKS, FOUR_NETWORKS = "two networks", "four networks"
-LOW_RANK, LAST_LAYER, NORMAL = "low rank M=4", "last layer M=8", "normal M=4"
-SIGNS = ("signs M=2", "signs M=4", "signs M=8")
-SPLIT = ("signs M=2 split", "signs M=4 split", "signs M=8 split")
-
-
-@dataclass(frozen=True)
-class System:
-    """Members and cost of a system.
-
-    Attributes:
-        members: Number of members; 0: as many as the budget pays for.
-        shares_pass: Whether a pass of all members costs about one network.
-        split: Whether batches are split among the members.
-    """
-
-    members: int = 1
-    shares_pass: bool = False
-    split: bool = False
-
-
-SYSTEMS = {
-    ONE: System(),
-    WIDE: System(),
-    SEPARATE: System(0),
-    SIGNS[0]: System(2),
-    SIGNS[1]: System(4),
-    SIGNS[2]: System(8),
-    SPLIT[0]: System(2, shares_pass=True, split=True),
-    SPLIT[1]: System(4, shares_pass=True, split=True),
-    SPLIT[2]: System(8, shares_pass=True, split=True),
-    LOW_RANK: System(4),
-    LAST_LAYER: System(8, shares_pass=True),
-    NORMAL: System(4),
-}
-TUNED = {
-    ONE: ONE,
-    WIDE: ONE,
-    SEPARATE: ONE,
-    SIGNS[0]: SIGNS[1],
-    SIGNS[1]: SIGNS[1],
-    SIGNS[2]: SIGNS[1],
-    SPLIT[0]: SIGNS[1],
-    SPLIT[1]: SIGNS[1],
-    SPLIT[2]: SIGNS[1],
-    LOW_RANK: ONE,
-    LAST_LAYER: ONE,
-    NORMAL: NORMAL,
-}
-"""For each system, the system of its family whose learning rate it uses."""
 ALWAYS = [name for name in SYSTEMS if name not in (WIDE, SEPARATE)]
 BUDGETS = {"quick": (1, 2, 4), "cpu": (1, 2, 4, 8), "paper": (1, 2, 4, 8)}
 # With the compute of one network, a wider network and separate networks are one network.
@@ -266,19 +212,23 @@ def inference_seconds(ensemble: EmbeddedEnsemble, inputs: Tensor) -> float:
     return min(timed(partial(outputs_of, ensemble, images))[1] for _ in range(TURNS))
 
 
-def advantage(rows: Rows, column: str, system: str, other: str) -> float:
-    """Return the mean of a column over budgets ≥ 2 of both systems, a system minus another."""
-    several = rows.between("budget", low=2)
-    budgets = set(several.where(system=system)["budget"])
-    budgets &= set(several.where(system=other)["budget"])
-    differences = []
+def differences(rows: Rows, column: str, system: str, other: str) -> dict[int, float]:
+    """Return the mean of a column, a system minus another, by the budgets that both have."""
+    budgets = set(rows.where(system=system)["budget"]) & set(rows.where(system=other)["budget"])
+    by_budget = {}
     for budget in sorted(budgets):
-        equal = several.where(budget=budget)
-        differences.append(equal.where(system=system).mean(column))
-        differences[-1] -= equal.where(system=other).mean(column)
-    if not differences:
+        equal = rows.where(budget=budget)
+        means = [equal.where(system=name).mean(column) for name in (system, other)]
+        by_budget[budget] = means[0] - means[1]
+    return by_budget
+
+
+def advantage(rows: Rows, column: str, system: str, other: str) -> float:
+    """Return the mean difference of a column over the common budgets ≥ 2."""
+    by_budget = differences(rows.between("budget", low=2), column, system, other)
+    if not by_budget:
         raise MissingCellsError(f"a budget of both {system} and {other}")
-    return statistics.fmean(differences)
+    return statistics.fmean(by_budget.values())
 
 
 def gain_of_longer_training(rows: Rows) -> float:
@@ -294,14 +244,8 @@ def too_many_members(rows: Rows) -> float:
 
 def trend_of_advantage(rows: Rows) -> float:
     """Return the change per doubling of compute of the scaled log loss, two members minus one."""
-    ours = rows.where(system=TWO)
-    budgets = sorted(set(ours["budget"]) & set(rows.where(system=ONE)["budget"]))
-    differences = []
-    for budget in budgets:
-        equal = rows.where(budget=budget)
-        difference = equal.where(system=TWO).mean("scaled_nll")
-        differences.append(difference - equal.where(system=ONE).mean("scaled_nll"))
-    return fit_slope([math.log2(budget) for budget in budgets], differences)
+    by_budget = differences(rows, "scaled_nll", TWO, ONE)
+    return fit_slope([math.log2(budget) for budget in by_budget], list(by_budget.values()))
 
 
 OVER_BUDGETS = "difference at equal compute, mean over budgets ≥ 2"
@@ -394,16 +338,6 @@ def best_text(rows: Rows, column: str, text: str, choose: Callable[..., str]) ->
     return f"{text}, best at {budget} ×: {best}"
 
 
-def colours_of_systems() -> dict[str, str]:
-    """Return a colour for each system; split batches have the colour of their members."""
-    colours = {ONE: BLACK, WIDE: BROWN, SEPARATE: GREY}
-    colours.update(shades(SIGNS, "viridis"))
-    colours.update(zip(SPLIT, shades(SIGNS, "viridis").values(), strict=True))
-    colours.update({TWO_NETWORKS: BLUE, FOUR_NETWORKS: PURPLE})
-    colours.update({LOW_RANK: RED, LAST_LAYER: PINK, NORMAL: ORANGE})
-    return colours
-
-
 def plot(table: Frame) -> Figure:
     """Return quality and inference time against the budget."""
     colours = colours_of_systems()
@@ -433,25 +367,27 @@ def plot(table: Frame) -> Figure:
 
 
 SUMMARY = {
-    "accuracy": ("accuracy", 100.0, " points"),
-    "nll": ("log loss", 1.0, ""),
-    "scaled_nll": ("after scaling", 1.0, ""),
+    "accuracy": ("accuracy", "{:.1%}"),
+    "nll": ("log loss", "{:.2f}"),
+    "scaled_nll": ("log loss after scaling", "{:.2f}"),
 }
-"""Columns of the summary: text, factor and unit of the difference in the title."""
-SUMMARISED = (ONE, SEPARATE, TWO_NETWORKS, *SIGNS[:2], NORMAL)
+"""Columns of the summary: label and format of a value."""
+SUMMARISED = (ONE, SEPARATE, NORMAL, *SIGNS[:2], TWO_NETWORKS)
 """Systems of the summary."""
 
 
-def difference_text(rows: Rows, column: str) -> str:
-    """Return a title with the difference of two members and one network at the largest budget."""
-    text, factor, unit = SUMMARY[column]
-    largest = rows.where(system=TWO).last("budget")
-    budget = int(largest["budget"].iloc[0])
+def strongest_text(rows: Rows, column: str) -> str:
+    """Return a title with two members and their strongest competitors at the largest budget."""
+    label, number = SUMMARY[column]
+    budget = int(rows.where(system=TWO)["budget"].max())
     equal = rows.where(budget=budget)
-    difference = equal.where(system=TWO).mean(column) - equal.where(system=ONE).mean(column)
-    digits = 1 if factor > 1 else 2
-    value = f"{factor * difference:+.{digits}f}{unit}"
-    return f"{text}: two members {value} against one network at {budget} ×"
+    measured = set(equal["system"])
+    texts = []
+    for system, name in ((TWO, "two members"), (TWO_NETWORKS, TWO_NETWORKS), (ONE, ONE)):
+        if system in measured:
+            value = equal.where(system=system).mean(column)
+            texts.append(f"{name} {number.format(value)}")
+    return f"{label} at {budget} ×: {', '.join(texts)}"
 
 
 def summary(table: Frame) -> Figure:
@@ -460,18 +396,15 @@ def summary(table: Frame) -> Figure:
     shown = {name: colours[name] for name in SUMMARISED}
     draw = partial(curves, table, "budget", by="system", colours=shown)
     titles = {}
-    for column, (text, _, _) in SUMMARY.items():
-        titles[column] = state(partial(difference_text, Rows(table), column), text)
-    drawn = panels(draw, titles, "compute of training, in networks")
+    for column, (label, _) in SUMMARY.items():
+        titles[column] = state(partial(strongest_text, Rows(table), column), label)
+    drawn = []
+    for panel, (label, _) in zip(
+        panels(draw, titles, "compute of training, in networks"), SUMMARY.values(), strict=True
+    ):
+        drawn.append(replace(panel, y_label=label))
     guessing = float(table["guessing"].mean())
-    labels = {
-        "accuracy": "accuracy, test",
-        "nll": f"log loss (guessing: {guessing:.2f})",
-        "scaled_nll": "log loss after scaling",
-    }
-    drawn = [
-        replace(panel, y_label=label) for panel, label in zip(drawn, labels.values(), strict=True)
-    ]
+    drawn[1] = replace(drawn[1], y_label=f"{drawn[1].y_label} (guessing: {guessing:.2f})")
     return Figure(
         drawn, title="Equal compute: members, separate networks, or one network trained longer"
     )

@@ -29,10 +29,10 @@ def choose_low_rank(
     A layer whose weight has a smaller full rank than the template gets that rank.
 
     Args:
-        source: the reference.
-        sites: as for :func:`embens.embed`.
-        template: rank, kind and scale of all sites.
-        separate_layers: modules that every member has separately, which are left out.
+        source: The reference.
+        sites: As for :func:`embens.embed`.
+        template: Rank, kind and scale of all sites.
+        separate_layers: Modules that every member has separately, which are left out.
     """
     selected_layers = {name for name, _ in source.select(sites)[0]}
     low_rank_sites = []
@@ -68,10 +68,10 @@ def sample_factors(
     root mean square of the weight.
 
     Args:
-        site: the site.
-        members: number of members.
-        weight: weight of the layer as a matrix, ``(row, column)``.
-        generator: random generator.
+        site: The site.
+        members: Number of members.
+        weight: Weight of the layer as a matrix, ``(row, column)``.
+        generator: Random generator.
 
     Returns:
         The factors by name.

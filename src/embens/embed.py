@@ -63,27 +63,27 @@ def embed(
     :math:`v_a \circ b`.
 
     Args:
-        reference: any module. It is copied, never changed, and its weights are kept.
-        members: number of members.
-        pre: law of :math:`v`, which multiplies the output of a layer, bias included. None: absent.
+        reference: Any module. It is copied, never changed, and its weights are kept.
+        members: Number of members.
+        pre: Law of :math:`v`, which multiplies the output of a layer, bias included. None: absent.
             A mapping from names or wildcards of layers to laws modulates only those layers.
-        post: law of :math:`u`, which multiplies the input of a layer.
+        post: Law of :math:`u`, which multiplies the input of a layer.
         sites: "hidden" for the outputs of all but the last layers and the inputs of all but the
             first; "last" for the inputs of the last layers; "all"; names or wildcards of layers; or
             a function of (name, module), for both sides of those layers.
-        example_input: a batch, a tuple of positional arguments or a dictionary of keyword
+        example_input: A batch, a tuple of positional arguments or a dictionary of keyword
             arguments, for code that torch.fx cannot trace.
-        own: layers of which every member has a separate copy: names of layers, norm layers or
+        own: Layers of which every member has a separate copy: names of layers, norm layers or
             modules that hold them, wildcards, or "last" for the last layers.
         trainable: False for fixed masks; or ``{"pre": …, "post": …}``, each a bool or a mapping
             from layer names to bools.
-        generator: random generator for modulations and per-member layers.
-        own_weights: initial values of per-member layers: "drawn" separately for each member by
+        generator: Random generator for modulations and per-member layers.
+        own_weights: Initial values of per-member layers: "drawn" separately for each member by
             their ``reset_parameters``, "copied" from the reference, or a function that
             reinitialises one module in place.
-        fresh: draw new modulations at every pass.
+        fresh: Draw new modulations at every pass.
         norm_affine: "shared", or "member" for per-member scales and shifts of norm layers.
-        family: name of the family, for ``repr`` and files.
+        family: Name of the family, for ``repr`` and files.
 
     Returns:
         The ensemble. Its outputs are ``(member, batch, …)``.
@@ -120,9 +120,9 @@ class Source:
     """A reference with its layers and its data flow, from which sites are chosen.
 
     Args:
-        reference: the user's module.
-        members: number of members.
-        example_input: see :func:`embed`.
+        reference: The user's module.
+        members: Number of members.
+        example_input: See :func:`embed`.
     """
 
     def __init__(self, reference: nn.Module, members: int, example_input: Any = None):
@@ -549,11 +549,11 @@ def build(
     """Return the ensemble that a spec makes of a reference, which is not changed.
 
     Args:
-        reference: the user's module.
-        spec: the specification.
-        initialise: reinitialises one module in place; None: its ``reset_parameters``.
-        generator: random generator of all values.
-        flow: the data flow of the reference, if it was read already.
+        reference: The user's module.
+        spec: The specification.
+        initialise: Reinitialises one module in place; None: its ``reset_parameters``.
+        generator: Random generator of all values.
+        flow: The data flow of the reference, if it was read already.
     """
     networks = []
     drawn = [item.module for item in spec.per_member if item.drawn]
@@ -616,10 +616,10 @@ def stack_tensors(
     """Return the per-member tensors of a module, members first.
 
     Args:
-        reference: the user's module.
-        item: the module and its tensors.
-        sources: one network per member, from which tensors are taken.
-        stacks: stacks by the ``id`` of the reference's tensor, so that tied tensors stay tied.
+        reference: The user's module.
+        item: The module and its tensors.
+        sources: One network per member, from which tensors are taken.
+        stacks: Stacks by the ``id`` of the reference's tensor, so that tied tensors stay tied.
     """
     values = {}
     for name in item.tensors:
@@ -683,7 +683,12 @@ def check_module(reference: Any) -> None:
         raise TypeError(
             f"the reference must be a torch.nn.Module, got {type(reference).__name__}.{hint}"
         )
-    for module in reference.modules():
+    for name, module in reference.named_modules():
+        if "/" in name:
+            raise ValueError(
+                f"the name of the module {name!r} contains a slash, which files of ensembles use "
+                "between names. Rename the module."
+            )
         kind = type(module).__name__
         is_wrapper = kind.endswith(("DataParallel", "OptimizedModule"))
         if is_wrapper or isinstance(module, torch.jit.ScriptModule):

@@ -50,16 +50,16 @@ def batch_ensemble(
     """Embed a BatchEnsemble: trainable modulations, by default at the hidden sites.
 
     Args:
-        reference: any module.
-        members: number of members.
-        p: mean of the modulations; their second moment is 1. At initialisation members are
+        reference: Any module.
+        members: Number of members.
+        p: Mean of the modulations; their second moment is 1. At initialisation members are
             independent for 0 and equal for 1.
-        law: a class of laws with one parameter: ``laws.Shifted``, the paper's N(p, 1 − p²), or
+        law: A class of laws with one parameter: ``laws.Shifted``, the paper's N(p, 1 − p²), or
             ``laws.Signs``.
-        sites: see :func:`embens.embed`.
-        own: see :func:`embens.embed`.
-        example_input: see :func:`embens.embed`.
-        generator: see :func:`embens.embed`.
+        sites: See :func:`embens.embed`.
+        own: See :func:`embens.embed`.
+        example_input: See :func:`embens.embed`.
+        generator: See :func:`embens.embed`.
 
     Returns:
         The ensemble.
@@ -98,14 +98,14 @@ def mc_dropout(
     """Embed an MC-dropout ensemble: masks on the inputs of all but the first layers.
 
     Args:
-        reference: any module.
-        members: number of members.
-        law: distribution of the masks; None: ``laws.Bernoulli(0.9)``.
-        fresh: draw new masks at each pass. False: a fixed set of masks.
-        sites: see :func:`embens.embed`.
-        own: see :func:`embens.embed`.
-        example_input: see :func:`embens.embed`.
-        generator: see :func:`embens.embed`.
+        reference: Any module.
+        members: Number of members.
+        law: Distribution of the masks; None: ``laws.Bernoulli(0.9)``.
+        fresh: Draw new masks at each pass. False: a fixed set of masks.
+        sites: See :func:`embens.embed`.
+        own: See :func:`embens.embed`.
+        example_input: See :func:`embens.embed`.
+        generator: See :func:`embens.embed`.
 
     Returns:
         The ensemble.
@@ -143,13 +143,13 @@ def masksembles(
     """Embed Masksembles: fixed masks that share a fraction of their ones.
 
     Args:
-        reference: any module.
-        members: number of members.
-        overlap: shared fraction of the ones of two masks, from equal members (1) towards disjoint
+        reference: Any module.
+        members: Number of members.
+        overlap: Shared fraction of the ones of two masks, from equal members (1) towards disjoint
             ones. See :class:`embens.laws.Masks`.
-        sites: see :func:`embens.embed`.
-        example_input: see :func:`embens.embed`.
-        generator: see :func:`embens.embed`.
+        sites: See :func:`embens.embed`.
+        example_input: See :func:`embens.embed`.
+        generator: See :func:`embens.embed`.
 
     Returns:
         The ensemble.
@@ -187,13 +187,13 @@ def last_layer_dropout(
     with the mean output.
 
     Args:
-        reference: any module.
-        members: number of members.
-        law: distribution of the masks; None: ``laws.Bernoulli(0.9)``. The paper's experiments use
+        reference: Any module.
+        members: Number of members.
+        law: Distribution of the masks; None: ``laws.Bernoulli(0.9)``. The paper's experiments use
             ``laws.Normal()``.
-        example_input: see :func:`embens.embed`.
-        trainable: train the masks.
-        generator: see :func:`embens.embed`.
+        example_input: See :func:`embens.embed`.
+        trainable: Train the masks.
+        generator: See :func:`embens.embed`.
 
     Returns:
         The ensemble.
@@ -233,19 +233,19 @@ def low_rank(
     r"""Embed members with weights that differ by matrices of low rank; biases are shared.
 
     Args:
-        reference: any module.
-        members: number of members.
-        rank: rank of the matrices. A layer with a smaller full rank uses that rank.
+        reference: Any module.
+        members: Number of members.
+        rank: Rank of the matrices. A layer with a smaller full rank uses that rank.
         kind: "multiplicative": :math:`W_a = W \circ (1 + B_a A_a)`, which contains BatchEnsemble;
             "additive": :math:`W_a = W + B_a A_a`, as in LoRA with :math:`\alpha = r`.
         shared: "trained", or "frozen" to train only the members' matrices.
-        scale: initial standard deviation of :math:`B_a A_a`, for the additive kind relative to the
+        scale: Initial standard deviation of :math:`B_a A_a`, for the additive kind relative to the
             root mean square of :math:`W`. With 0 members begin as the reference and differ after
             the first steps. None: 0.5, or 0 for the additive kind.
-        sites: see :func:`embens.embed`.
-        own: see :func:`embens.embed`.
-        example_input: see :func:`embens.embed`.
-        generator: see :func:`embens.embed`.
+        sites: See :func:`embens.embed`.
+        own: See :func:`embens.embed`.
+        example_input: See :func:`embens.embed`.
+        generator: See :func:`embens.embed`.
 
     Returns:
         The ensemble.
@@ -296,17 +296,17 @@ def independent(
     The weights of the reference are not used.
 
     Args:
-        reference: any module.
-        members: number of members.
-        initialise: called with every module that holds parameters, to reinitialise them in place;
+        reference: Any module.
+        members: Number of members.
+        initialise: Called with every module that holds parameters, to reinitialise them in place;
             None: the module's ``reset_parameters``.
-        generator: random generator of the weights.
+        generator: Random generator of the weights.
 
     Returns:
         The ensemble.
 
     Raises:
-        ValueError: if the reference has no parameters, or a parametrized layer.
+        ValueError: If the reference has no parameters, or a parametrized layer.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -354,17 +354,17 @@ def adapt(
     scratch. They destroy the features of a trained network.
 
     Args:
-        reference: a trained network.
-        members: number of members.
-        by: how members differ below their last layers. "low_rank": :math:`W + B_a A_a`, with
+        reference: A trained network.
+        members: Number of members.
+        by: How members differ below their last layers. "low_rank": :math:`W + B_a A_a`, with
             :math:`B_a = 0` at first; "modulations": :math:`u, v \sim N(1, \varepsilon^2)` at the
             hidden sites, where :math:`(1 + \varepsilon^2)^{-L} = 0.9` for :math:`L` modulated
             inputs; "head": not at all.
         trunk: "frozen", or "trained" to train the shared weights as well.
-        head: last layers: "drawn" separately for each member (for a new task), "copied" from the
+        head: Last layers: "drawn" separately for each member (for a new task), "copied" from the
             network (for the task it knows), or "shared".
-        example_input: see :func:`embens.embed`.
-        generator: see :func:`embens.embed`.
+        example_input: See :func:`embens.embed`.
+        generator: See :func:`embens.embed`.
 
     Returns:
         The ensemble.

@@ -38,19 +38,19 @@ class Layer:
     """One parameter layer of a reference.
 
     Attributes:
-        name: the name of its sites. It is the name of the module, or, for the projections of an
+        name: The name of its sites. It is the name of the module, or, for the projections of an
             ``nn.MultiheadAttention`` called ``attention``, ``attention.q_proj`` and so on.
-        module: the name of the module that holds the tensors.
-        weights: names of the weights in that module.
-        biases: names of the biases in that module.
-        inputs: number of input channels; None if the inputs are indices.
-        outputs: number of output channels; None if the output can't be modulated.
-        spatial: number of axes that follow the channels in inputs and outputs.
-        groups: number of groups of a convolution.
-        transposed: whether weights have the axes ``(in, out, …)`` instead of ``(out, in, …)``.
-        rows: first and last row in packed weights of attention; None for whole tensors.
-        recurrent: those of the weights that multiply the hidden state instead of the input.
-        mergeable: whether scaling weights and biases scales inputs and outputs. False for layers
+        module: The name of the module that holds the tensors.
+        weights: Names of the weights in that module.
+        biases: Names of the biases in that module.
+        inputs: Number of input channels; None if the inputs are indices.
+        outputs: Number of output channels; None if the output can't be modulated.
+        spatial: Number of axes that follow the channels in inputs and outputs.
+        groups: Number of groups of a convolution.
+        transposed: Whether weights have the axes ``(in, out, …)`` instead of ``(out, in, …)``.
+        rows: First and last row in packed weights of attention; None for whole tensors.
+        recurrent: Those of the weights that multiply the hidden state instead of the input.
+        mergeable: Whether scaling weights and biases scales inputs and outputs. False for layers
             that compute their weight from the parameters; these are scaled by hooks.
     """
 
@@ -99,8 +99,8 @@ class LayerKind:
     """How one class of layers holds its channels.
 
     Attributes:
-        channels: function of a layer that returns its input and output channels.
-        weight: order of the first two axes of its weight, "out in" or "in out"; "" if the layer is
+        channels: Function of a layer that returns its input and output channels.
+        weight: Order of the first two axes of its weight, "out in" or "in out"; "" if the layer is
             not linear in its weight.
     """
 
@@ -127,16 +127,16 @@ def register_layer(kind: type | str, channels: Channels, *, weight: str = "") ->
     """Make a class of layers known, so that its inputs and outputs become sites.
 
     Args:
-        kind: a module class, or its full name ``"package.module.Class"``.
-        channels: a function of a layer that returns its input and output channels, the
+        kind: A module class, or its full name ``"package.module.Class"``.
+        channels: A function of a layer that returns its input and output channels, the
             sizes of the last axes of its input and output.
-        weight: the order of the axes of ``layer.weight``, ``"out in"`` or ``"in out"``, for layers
+        weight: The order of the axes of ``layer.weight``, ``"out in"`` or ``"in out"``, for layers
             whose output is linear in ``layer.weight`` and ``layer.bias``. Members then have plain
             layers with other weights. ``""``: members scale inputs and outputs with hooks.
 
     Raises:
-        TypeError: if ``channels`` is not callable.
-        ValueError: if ``weight`` is not one of the three values.
+        TypeError: If ``channels`` is not callable.
+        ValueError: If ``weight`` is not one of the three values.
 
     Example:
         >>> import torch
@@ -174,7 +174,7 @@ def find_layers(reference: nn.Module) -> dict[str, Layer]:
     """Return the parameter layers of a network by name, in the order of registration.
 
     Args:
-        reference: any module. A module that is registered twice is listed once.
+        reference: Any module. A module that is registered twice is listed once.
 
     Returns:
         A dictionary from names to layers. An attention contributes four layers, ``q_proj``,
@@ -293,8 +293,8 @@ def modulate(
     r"""Return one member's weight :math:`v u^\top \circ W` or bias :math:`v \circ b`.
 
     Args:
-        layer: the layer that the tensor belongs to.
-        tensor: a weight or a bias of the layer, the rows of this layer only.
+        layer: The layer that the tensor belongs to.
+        tensor: A weight or a bias of the layer, the rows of this layer only.
         kind: "weight" or "bias".
         pre: :math:`v` of one member, ``(out,)``, or None.
         post: :math:`u` of one member, ``(in,)``, or None.
@@ -354,14 +354,14 @@ class Site:
     """One modulated side of one layer.
 
     Attributes:
-        layer: name of the layer.
+        layer: Name of the layer.
         kind: "pre" (the layer's output) or "post" (its input).
-        law: distribution of the initial values.
-        size: number of values per member.
-        repeat: number of consecutive features per value, for a Linear layer after a Flatten.
-        trainable: whether the values are parameters; otherwise they are fixed.
-        fresh: whether new values are drawn at every pass.
-        hidden: whether it is one of the paper's hidden sites.
+        law: Distribution of the initial values.
+        size: Number of values per member.
+        repeat: Number of consecutive features per value, for a Linear layer after a Flatten.
+        trainable: Whether the values are parameters; otherwise they are fixed.
+        fresh: Whether new values are drawn at every pass.
+        hidden: Whether it is one of the paper's hidden sites.
     """
 
     layer: str
@@ -384,10 +384,10 @@ class LowRankSite:
     """A layer whose weights differ between members by a matrix of low rank.
 
     Attributes:
-        layer: name of the layer.
-        rank: rank of the matrix.
+        layer: Name of the layer.
+        rank: Rank of the matrix.
         kind: "multiplicative" or "additive".
-        scale: initial standard deviation of the matrix, relative to the weights.
+        scale: Initial standard deviation of the matrix, relative to the weights.
     """
 
     layer: str
@@ -401,9 +401,9 @@ class PerMember:
     """A module of which every member has separate tensors.
 
     Attributes:
-        module: name of the module.
-        tensors: names of its parameters and buffers that are separate.
-        drawn: whether parameters were initialised separately for each member.
+        module: Name of the module.
+        tensors: Names of its parameters and buffers that are separate.
+        drawn: Whether parameters were initialised separately for each member.
     """
 
     module: str
@@ -416,18 +416,18 @@ class EnsembleSpec:
     """What the user asked for: everything that makes an ensemble out of a reference.
 
     Attributes:
-        family: name of the function that made the ensemble.
-        members: number of members.
-        sites: modulated sites.
-        low_rank: layers with low-rank members.
-        per_member: modules with separate tensors for each member.
-        frozen: whether the shared parameters are not trained.
-        pretrained: whether the members begin near a trained reference.
-        separate: whether members share no parameter.
+        family: Name of the function that made the ensemble.
+        members: Number of members.
+        sites: Modulated sites.
+        low_rank: Layers with low-rank members.
+        per_member: Modules with separate tensors for each member.
+        frozen: Whether the shared parameters are not trained.
+        pretrained: Whether the members begin near a trained reference.
+        separate: Whether members share no parameter.
         individual_head: True if every member has a separately drawn last layer.
-        sampled: number of members that the modulations were sampled for, which joint laws depend
+        sampled: Number of members that the modulations were sampled for, which joint laws depend
             on. It is larger than ``members`` in a subset.
-        chosen: indices of a subset's members in the original ensemble; empty for all members.
+        chosen: Indices of a subset's members in the original ensemble; empty for all members.
     """
 
     family: str

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,3 +48,19 @@ def test_a_separate_buffer_begins_with_one_value_for_all_members():
     assert ensemble.individual["2.mean"] is stack
     assert "mean" not in ensemble.reference[2]._buffers
     assert any(item.module == "2" and "mean" in item.tensors for item in ensemble.spec.per_member)
+
+
+def test_a_state_from_before_the_separation_is_loaded():
+    ensemble = embens.batch_ensemble(make_reference(), 4)
+    before = copy.deepcopy(ensemble.state_dict())
+    x = torch.randn(6, 3)
+    expected = ensemble(x)
+    ensemble.load_state_dict(before)
+    torch.testing.assert_close(ensemble(x), expected)
+
+
+def test_shared_weights_are_no_state_of_separate_layers():
+    shared = embens.batch_ensemble(make_reference(), 4)
+    separate = embens.embed(make_reference(), 4, own=["0"])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        separate.load_state_dict(shared.state_dict())

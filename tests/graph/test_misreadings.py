@@ -3,6 +3,7 @@
 import builtins
 import copy
 import functools
+import operator
 import types
 
 import numpy as np
@@ -157,6 +158,26 @@ def by_identity(h):
     return 2 * h if h.dtype is torch.float32 else h
 
 
+def by_identity_function(h):
+    return 2 * h if operator.is_(h.dtype, torch.float32) else h
+
+
+def by_caught_format(h):
+    try:
+        return h * len(f"{h.shape[1]:d}")
+    except TypeError:
+        return 2 * h
+
+
+def by_caught_assignment(h):
+    k = torch.sin(h)
+    try:
+        k[:, 0] = 1.0
+    except TypeError:
+        return h
+    return k
+
+
 def by_set(h):
     return 2 * h if h.dtype in {torch.float32, torch.float64} else h
 
@@ -254,7 +275,8 @@ def by_named_factor(h):
     return torch.bmm(h.unsqueeze(1), mat2=h.unsqueeze(2)).flatten(1) + h
 
 
-CODES = [by_identity, by_set, by_key, by_missing_gradient, by_required_gradient]
+CODES = [by_identity_function, by_caught_format, by_caught_assignment]
+CODES += [by_identity, by_set, by_key, by_missing_gradient, by_required_gradient]
 CODES += [by_text_of_a_type, by_attribute_of_a_type, by_caught_index, by_tree, by_imported_query]
 CODES += [by_scripted_query, by_cache, by_wrapped_function, by_copy, by_numpy_scalar]
 CODES += [by_operator_in_place, by_operator_on_a_view, by_data, by_squeeze, by_named_factor]

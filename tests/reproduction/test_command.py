@@ -21,6 +21,8 @@ from tests.reproduction import problem
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--epochs 1 --workers 0 --seeds 2 --members 1 2 4 --only p=0,0.9 law=normal".split()
+# Three cells a seed: two ensembles, and the baselines, which have four rows.
+TINY = "--epochs 1 --workers 0 --seeds 2 --members 2 4 --only p=0 law=normal gamma=M".split()
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +52,14 @@ def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
 
 
 def test_running_again_measures_nothing_and_more_seeds_only_the_new_ones(tmp_path, capsys):
-    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    problem.reproduce("transition", "--out", tmp_path, *TINY)
     capsys.readouterr()
-    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    problem.reproduce("transition", "--out", tmp_path, *TINY)
     assert "0 cells measured" in capsys.readouterr().out
-    problem.reproduce("transition", "--out", tmp_path, *SMALL, "--seeds", "3")
-    assert "9 cells measured" in capsys.readouterr().out
-    problem.reproduce("transition", "--out", tmp_path, *SMALL, "--first-seed", "2")
-    assert "9 cells measured" in capsys.readouterr().out
+    problem.reproduce("transition", "--out", tmp_path, *TINY, "--seeds", "3")
+    assert "3 cells measured" in capsys.readouterr().out
+    problem.reproduce("transition", "--out", tmp_path, *TINY, "--first-seed", "2")
+    assert "3 cells measured" in capsys.readouterr().out
 
 
 def test_a_dry_run_counts_and_estimates_and_writes_nothing(tmp_path, capsys):
@@ -79,14 +81,14 @@ def test_a_failed_cell_is_reported_and_sets_the_exit_code(tmp_path, capsys, monk
         return original(cell)
 
     monkeypatch.setattr(transition, "measure", measure)
-    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
+    assert problem.reproduce("transition", "--out", tmp_path, *TINY) == 1
     printed = capsys.readouterr().out
     assert "four is unlucky" in printed
     assert "--retry-failed" in printed
     monkeypatch.undo()
     monkeypatch.setenv("EMBENS_DATA", "/nowhere")
-    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
-    assert problem.reproduce("transition", "--out", tmp_path, *SMALL, "--retry-failed") == 0
+    assert problem.reproduce("transition", "--out", tmp_path, *TINY) == 1
+    assert problem.reproduce("transition", "--out", tmp_path, *TINY, "--retry-failed") == 0
 
 
 def test_a_full_disk_is_reported_without_a_traceback(tmp_path, capsys, monkeypatch):
@@ -96,7 +98,7 @@ def test_a_full_disk_is_reported_without_a_traceback(tmp_path, capsys, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Results, "add", add)
-    assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 1
+    assert problem.reproduce("transition", "--out", tmp_path, *TINY) == 1
     assert "No space left on device" in capsys.readouterr().out
 
 
@@ -151,26 +153,26 @@ def test_a_disk_that_is_full_at_the_end_is_reported(tmp_path, capsys, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr("reproduction.grid.results.write_together", full)
-        assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 1
+        assert problem.reproduce("transition", "--out", tmp_path / "out", *TINY) == 1
     assert "Results written so far are safe" in capsys.readouterr().out
-    assert problem.reproduce("transition", "--out", tmp_path / "out", *SMALL) == 0
+    assert problem.reproduce("transition", "--out", tmp_path / "out", *TINY) == 0
     assert "0 cells measured" in capsys.readouterr().out
 
 
 def test_results_with_other_epochs_are_kept_apart(tmp_path, capsys):
-    problem.reproduce("transition", "--out", tmp_path, *SMALL)
-    problem.reproduce("transition", "--out", tmp_path, *SMALL, "--epochs", "2", "--seeds", "1")
+    problem.reproduce("transition", "--out", tmp_path, *TINY)
+    problem.reproduce("transition", "--out", tmp_path, *TINY, "--epochs", "2", "--seeds", "1")
     folder = tmp_path / "transition" / "quick"
-    assert len(pandas.read_csv(folder / "table.csv")) == 8 + 4
-    assert json.loads((folder / "manifest.json").read_text())["cells"] == 9
+    assert len(pandas.read_csv(folder / "table.csv")) == 2 + 4
+    assert json.loads((folder / "manifest.json").read_text())["cells"] == 3
     capsys.readouterr()
-    problem.reproduce("transition", "--out", tmp_path, *SMALL)
+    problem.reproduce("transition", "--out", tmp_path, *TINY)
     assert "0 cells measured" in capsys.readouterr().out
-    assert len(pandas.read_csv(folder / "table.csv")) == 16 + 8
+    assert len(pandas.read_csv(folder / "table.csv")) == 4 + 8
 
 
 def test_a_second_run_on_a_folder_waits_and_has_nothing_to_do(tmp_path):
-    command = [sys.executable, "-m", "reproduction", "transition", *SMALL]
+    command = [sys.executable, "-m", "reproduction", "transition", *TINY]
     command += ["--out", str(tmp_path)]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -183,7 +185,7 @@ def test_a_second_run_on_a_folder_waits_and_has_nothing_to_do(tmp_path):
             assert "another run uses this folder" in run.stdout.readline()
         assert not (folder / "results.jsonl").exists()
     counts = [re.search(r"(\d+) cells measured", run.communicate()[0])[1] for run in runs]
-    assert sorted(counts) == ["0", "18"]
+    assert sorted(counts) == ["0", "6"]
     assert [run.returncode for run in runs] == [0, 0]
 
 

@@ -12,7 +12,8 @@ from embens import metrics
 from reproduction import compare_rates
 from reproduction.__main__ import main
 from reproduction.baselines import with_validation
-from reproduction.figures.compare import ONE, SIGNS, SYSTEMS, TUNED, train_system
+from reproduction.competitors import ONE, SIGNS, SYSTEMS, TUNED
+from reproduction.figures.compare import train_system
 from reproduction.grid import settings
 from reproduction.grid.cells import cells_of
 from reproduction.grid.settings import PRESETS, read_choices, recorded_rates, with_choice

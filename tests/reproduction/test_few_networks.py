@@ -7,8 +7,8 @@ import pytest
 
 from reproduction import few_networks
 from reproduction.__main__ import main
+from reproduction.competitors import FOUR_NETWORKS, SEPARATE, TWO_NETWORKS
 from reproduction.figures import compare
-from reproduction.figures.compare import FOUR_NETWORKS, SEPARATE, TWO_NETWORKS
 from reproduction.grid.cells import cells_of
 from reproduction.grid.settings import PRESETS
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from theory.measured import average, expected, images, points
@@ -145,9 +147,9 @@ CASES = {
 
 
 def inputs_of(name: str):
-    if "images" in name:
+    if "images" in name or "CNN" in name:
         return images(2, size=4)
-    if name == "tokens":
+    if "tokens" in name:
         return torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
     return points(2)
 
@@ -181,17 +183,70 @@ def jacobian_product(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows) @ torch.stack(rows).T
 
 
-def test_errors_fall_as_the_root_of_the_width():
-    x, widths = points(2), [32, 128, 512]
-    limit = theory.kernels(Residual(4), x).ntk_shared.same
+class ResNet(nn.Module):
+    """A residual block of convolutions, with LayerNorm over channels or none."""
+
+    def __init__(self, width: int, *, norm: bool = False, **options):
+        super().__init__()
+        self.stem = Conv2d(2, width, 3, padding=1, **options)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False) if norm else nn.Identity()
+        self.up = Conv2d(width, width, 3, padding=1, weight_std=1.4, **options)
+        self.down = Conv2d(width, width, 3, padding=1, **options)
+        self.head = Linear(width, 1, **options)
+
+    def forward(self, x):
+        x = self.stem(x)
+        h = self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        x = x + self.down(torch.relu(self.up(h)))
+        return self.head(torch.relu(x).mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    """A pre-norm block with two causal heads, whose scores are divided by their width."""
+
+    def __init__(self, width: int, **options):
+        super().__init__()
+        self.stem = Linear(5, width, **options)
+        self.norms = nn.ModuleList(
+            [nn.LayerNorm(width, elementwise_affine=False) for _ in range(2)]
+        )
+        self.query, self.value = Linear(width, width, **options), Linear(width, width, **options)
+        self.out, self.up = Linear(width, width, **options), Linear(width, width, **options)
+        self.down, self.head = Linear(width, width, **options), Linear(width, 1, **options)
+
+    def forward(self, x):
+        x = self.stem(x)
+        h = self.norms[0](x)
+        n, t, width = h.shape
+        q = self.query(h).view(n, t, 2, width // 2).transpose(1, 2)
+        v = self.value(h).view(n, t, 2, width // 2).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, q, v, is_causal=True, scale=2 / width)
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, width))
+        x = x + self.down(torch.relu(self.up(self.norms[1](x))))
+        return self.head(x.mean(1))
+
+
+BLOCKS = {
+    "residual perceptron": (Residual, (32, 128, 512)),
+    "residual CNN": (ResNet, (8, 32, 128)),
+    "residual CNN, layer norm": (lambda width, **o: ResNet(width, norm=True, **o), (8, 32, 128)),
+    "transformer tokens": (Transformer, (64, 512)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_errors_fall_as_the_root_of_the_width(name):
+    build, widths = BLOCKS[name]
+    x = inputs_of(name)
+    limit = theory.kernels(build(4), x).ntk_shared.same
     errors = []
     for width in widths:
         draws = []
         for seed in range(16):
-            net = Residual(width, generator=torch.Generator().manual_seed(seed))
+            net = build(width, generator=torch.Generator().manual_seed(seed))
             draws.append(jacobian_product(net, x))
-        errors.append((torch.stack(draws) - limit).square().mean().sqrt())
-    slope = torch.stack(errors).log().diff().mean() / torch.tensor(4.0).log()
+        errors.append((torch.stack(draws) - limit).square().mean().sqrt().item())
+    slope = math.log(errors[-1] / errors[0]) / math.log(widths[-1] / widths[0])
     # Each error has 16 draws of correlated entries: a standard error of about 0.12 of its log.
     assert abs(slope + 0.5) < 0.2, errors
 

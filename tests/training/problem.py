@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -31,6 +33,39 @@ def reference(outputs: int = 3, dropout: float = 0.0) -> nn.Module:
             nn.ReLU(),
             nn.Linear(16, outputs),
         )
+
+
+class Remembering(nn.Module):
+    """State of several kinds that a forward changes and reads again.
+
+    Args:
+        past: the passes are appended to it, if it is not None.
+        draws: whether the forward draws numbers of Python and numpy.
+    """
+
+    def __init__(self, past: Any = None, *, draws: bool = False):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("steps", torch.tensor(0))
+        self.calls, self.result, self.past, self.draws = 0, None, past, draws
+
+    def forward(self, x):
+        h = torch.relu(self.first(x))
+        self.calls += 1
+        self.steps += 1
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        if self.past is not None:
+            self.past.append(self.calls)
+            h = h + len(self.past)
+        if self.draws:
+            h = h * (1.0 + random.random() + np.random.rand())
+        if self.result is not None:
+            h = h + self.result
+        self.result = h.detach().mean(0)
+        return self.last(h - self.mean) * (1 + 1 / self.calls + 1 / self.steps)
 
 
 def ensemble(members: int = 3, p: float = 0.0, **kwargs) -> embens.EmbeddedEnsemble:

@@ -13,7 +13,6 @@ import sys
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -158,30 +157,9 @@ def test_an_optimizer_of_the_user_resumes_bit_for_bit(tmp_path):
         run("interrupted", modulation_lr=0.2)
 
 
-class Remembering(nn.Module):
-    """Keeps a counter and its last activations in attributes, and reads them in the next pass."""
-
-    def __init__(self, past: Any = None):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
-        self.calls, self.result, self.past = 0, None, past
-
-    def forward(self, x):
-        h = torch.relu(self.first(x))
-        self.calls += 1
-        if self.past is not None:
-            self.past.append(self.calls)
-            h = h + len(self.past)
-        if self.result is not None:
-            h = h + self.result
-        self.result = h.detach().mean(0)
-        return self.last(h) * (1 + 1 / self.calls)
-
-
 def remembering(folder, *callbacks, past=None):
-    torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    ensemble = embens.batch_ensemble(Remembering(past), 3, generator=generator)
+    ensemble = embens.batch_ensemble(problem.Remembering(past), 3, generator=generator)
     fit(ensemble, problem.data(), **SETTINGS, callbacks=[Checkpoint(folder, 2), *callbacks])
     return ensemble
 
@@ -194,6 +172,10 @@ def test_state_in_attributes_of_the_reference_resumes_bit_for_bit(tmp_path):
     problem.assert_equal(problem.weights(again), problem.weights(whole))
     x, _ = problem.data(20, 9)
     assert torch.equal(again(x), whole(x))
+
+
+def test_optimizers_with_different_states_of_matrices_and_vectors_resume(tmp_path):
+    assert_resumes(tmp_path, every=2, optimizer=optim.Adafactor, lr=1e-2)
 
 
 def test_state_that_a_checkpoint_cannot_hold_is_a_warning(tmp_path):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from training import problem
 
+import embens
 from embens.training import Callback, Checkpoint, Divergence, fit, linear_decay
 
 
@@ -98,3 +99,18 @@ def test_rates_of_groups_that_do_not_exist_are_nan():
     history = fit(ensemble, problem.data(), epochs=1)
     assert history.epochs[0]["lr"] > 0
     assert math.isnan(history.epochs[0]["modulation_lr"])
+
+
+def test_divergence_in_the_first_epoch_restores_buffers_that_members_have_separately():
+    generator = torch.Generator().manual_seed(1)
+    ensemble = embens.batch_ensemble(problem.Remembering(), 3, generator=generator)
+    before = problem.weights(ensemble)
+
+    def exploding(outputs, target):
+        return F.cross_entropy(outputs, target) * math.inf
+
+    with pytest.raises(Divergence, match="diverged in epoch 1"):
+        fit(ensemble, problem.data(), epochs=1, criterion=exploding)
+    after = ensemble.state_dict()
+    assert torch.equal(after["individual.mean"], before["reference.mean"].expand(3, -1))
+    assert torch.equal(after["reference.first.weight"], before["reference.first.weight"])

@@ -186,3 +186,44 @@ def test_a_weight_that_is_tied_in_the_forward_is_refused():
     ensemble = embens.embed(Net(assign), 2, example_input=torch.zeros(1, 6))
     with pytest.raises(RuntimeError, match="assigns a weight of one layer to another"):
         ensemble(torch.zeros(1, 6))
+
+
+class Named(nn.Module):
+    def __init__(self, *names):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(6, 6) for name in names})
+        self.a_b, self.a = nn.Linear(6, 6), nn.ModuleDict({"b": nn.Linear(6, 6)})
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for layer in (*self.layers.values(), self.a_b, self.a["b"]):
+            x = torch.tanh(layer(x))
+        return self.out(x)
+
+
+NAMES = ["hours-per-week", "a b", "class", "None", "a=b", "a'b", 'a"b', "a\\b", "a\nb", "0", "é"]
+
+
+@pytest.mark.parametrize("family", [embens.batch_ensemble, embens.independent, embens.low_rank])
+def test_modules_may_have_any_name(family):
+    ensemble = family(Named(*NAMES), 2)
+    assert_members_are_plain_networks(ensemble, torch.randn(4, 6))
+    ensemble = family(Named("hours-per-week", "0", "é"), 2)
+    assert_members_are_plain_networks(ensemble, torch.randn(4, 6))
+    assert ensemble.executor == "folded"
+
+
+def test_a_slash_in_a_name_is_refused():
+    with pytest.raises(ValueError, match=r"'layers\.a/b' contains a slash"):
+        embens.batch_ensemble(Named("a/b"), 2)
+
+
+def test_sparse_buffers_are_compared():
+    def multiply(net, h):
+        return torch.tanh(net.b(net.adjacent @ h))
+
+    def register(net):
+        net.register_buffer("adjacent", torch.eye(4).to_sparse())
+
+    ensemble = embens.embed(Net(multiply, register), 2, example_input=torch.randn(4, 6))
+    assert_members_are_plain_networks(ensemble, torch.randn(4, 6))

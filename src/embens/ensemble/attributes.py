@@ -73,8 +73,7 @@ def restore_attributes(ensemble: "EmbeddedEnsemble", attributes: list[MemberAttr
         attributes: the attributes of each member.
     """
     executor = ensemble.merged
-    executor.attributes = attributes
-    executor.is_noted = False  # a folded form would read the attributes of the reference
+    executor.restore_attributes(attributes)
     for copied, values in zip(executor.copies, attributes, strict=False):
         copied.set_attributes(values)
 

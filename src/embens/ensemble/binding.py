@@ -16,15 +16,15 @@ def bind_inputs(reference: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dic
     """Return the arguments of a call for inputs as data sets hold them.
 
     Args:
-        reference: the network that is called.
-        inputs: a tuple or list of positional arguments, a dictionary of keyword arguments, or a
+        reference: The network that is called.
+        inputs: A tuple or list of positional arguments, a dictionary of keyword arguments, or a
             single argument.
 
     Returns:
         Positional and keyword arguments.
 
     Raises:
-        TypeError: if a dictionary does not fit the forward of the reference.
+        TypeError: If a dictionary does not fit the forward of the reference.
     """
     if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
         return tuple(inputs), {}
@@ -47,16 +47,16 @@ def separate_arguments(
     """Pass ``batch`` and ``chunk`` on to a reference whose forward has arguments of these names.
 
     Args:
-        reference: the network that is called.
-        batch: value of ``batch`` in the call of the ensemble.
-        chunk: value of ``chunk`` in the call of the ensemble.
-        kwargs: keyword arguments of the reference; changed in place.
+        reference: The network that is called.
+        batch: Value of ``batch`` in the call of the ensemble.
+        chunk: Value of ``chunk`` in the call of the ensemble.
+        kwargs: Keyword arguments of the reference; changed in place.
 
     Returns:
         ``batch`` and ``chunk`` for the ensemble.
 
     Raises:
-        TypeError: if an integer ``chunk`` may be meant for either.
+        TypeError: If an integer ``chunk`` may be meant for either.
     """
     names = inspect.signature(reference.forward).parameters
     if "batch" in names and not isinstance(batch, str):
@@ -77,9 +77,9 @@ def check_rows(inputs: tuple[Any, ...], batch: str, members: int) -> None:
     """Raise ValueError if inputs have the wrong first axis for ``batch="own"`` or ``"split"``.
 
     Args:
-        inputs: positional arguments of the reference.
-        batch: how rows are assigned to members.
-        members: number of members.
+        inputs: Positional arguments of the reference.
+        batch: How rows are assigned to members.
+        members: Number of members.
     """
     check_choice("batch", batch, BATCH_KINDS)
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]

@@ -28,8 +28,8 @@ class StateGuard:
     """Finds parameters and buffers that the user's code changes in a pass.
 
     Args:
-        copied: the copy that is about to run.
-        compare: whether to compare the values of parameters, which finds changes of
+        copied: The copy that is about to run.
+        compare: Whether to compare the values of parameters, which finds changes of
             ``parameter.data``. Members run the same code, so this is done for one member of each
             pass.
     """
@@ -233,4 +233,8 @@ def _sums(tensor: Tensor) -> Tensor:
 def _is_equal(left: Tensor, right: Tensor) -> bool:
     if left.is_meta:
         return True
+    if left.layout is not torch.strided:
+        left, right = left.to_sparse().coalesce(), right.to_sparse().coalesce()
+        same_places = torch.equal(left.indices(), right.indices())
+        return same_places and _is_equal(left.values(), right.values())
     return bool(((left == right) | ((left != left) & (right != right))).all())

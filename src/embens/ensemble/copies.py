@@ -34,7 +34,7 @@ class Attributes:
     """Attributes of the modules of a network, and whether they have changed since the last look.
 
     Args:
-        root: the network.
+        root: The network.
     """
 
     def __init__(self, root: nn.Module):
@@ -74,8 +74,8 @@ class MemberCopy:
     """A copy of the reference that holds the tensors of one member.
 
     Args:
-        ensemble: the ensemble.
-        plain: whether parametrized layers become plain ones, whose weight is a parameter.
+        ensemble: The ensemble.
+        plain: Whether parametrized layers become plain ones, whose weight is a parameter.
             Otherwise their parameters are those of the user's layer, and the weight is computed.
     """
 
@@ -303,8 +303,8 @@ def _require_gradients(tensor: Tensor, original: Tensor | None) -> None:
     """Let code that enables gradients differentiate by a weight, as in a plain network.
 
     Args:
-        tensor: weight of a member, computed without gradients.
-        original: the reference's parameter; None if members have separate ones.
+        tensor: Weight of a member, computed without gradients.
+        original: The reference's parameter; None if members have separate ones.
     """
     is_number = tensor.is_floating_point() or tensor.is_complex()
     is_trained = original is None or original.requires_grad

@@ -41,20 +41,20 @@ def to_onnx(
     """Write a network to an ONNX file that takes any number of rows.
 
     Args:
-        network: an ensemble, a member, a collapsed network or any other module. It is exported in
+        network: An ensemble, a member, a collapsed network or any other module. It is exported in
             evaluation mode.
-        path: the file. If the export fails, an existing file stays as it was.
-        example: a batch, a tuple of arguments, or a dictionary of them. Tensors with as many rows
+        path: The file. If the export fails, an existing file stays as it was.
+        example: A batch, a tuple of arguments, or a dictionary of them. Tensors with as many rows
             as the first take any number of rows. Inputs have the names of the arguments.
-        notes: values for the metadata of the file, stored as JSON.
+        notes: Values for the metadata of the file, stored as JSON.
 
     Returns:
         The path. The output is called ``output``; several are ``output_0``, …, or have the keys of
         a dictionary.
 
     Raises:
-        OSError: if no file can be written there, for example because it is a folder.
-        ValueError: if the network cannot be exported.
+        OSError: If no file can be written there, for example because it is a folder.
+        ValueError: If the network cannot be exported.
     """
     for library in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(library) is None:

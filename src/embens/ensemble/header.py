@@ -18,11 +18,11 @@ def read_spec(values: Any, place: str) -> EnsembleSpec:
     """Return the specification that :meth:`EnsembleSpec.to_dict` described.
 
     Args:
-        values: parsed JSON.
-        place: name of the file and of the field, for error messages.
+        values: Parsed JSON.
+        place: Name of the file and of the field, for error messages.
 
     Raises:
-        embens.files.Refused: if a field is missing, unknown, of another type or out of range.
+        embens.files.Refused: If a field is missing, unknown, of another type or out of range.
 
     Example:
         >>> spec = EnsembleSpec("embed", 3)
@@ -77,11 +77,11 @@ def read_law(values: Any, place: str) -> Law:
     """Return a law from its class name and its parameters.
 
     Args:
-        values: parsed JSON of :meth:`embens.laws.Law.to_dict`.
-        place: name of the file and of the field, for error messages.
+        values: Parsed JSON of :meth:`embens.laws.Law.to_dict`.
+        place: Name of the file and of the field, for error messages.
 
     Raises:
-        embens.files.Refused: if the law is unknown or its parameters are not valid.
+        embens.files.Refused: If the law is unknown or its parameters are not valid.
     """
     law = Fields(values, place)
     is_known = law.text("law") in registered()
@@ -111,8 +111,8 @@ def check_unique(place: str, names: Iterable[str]) -> None:
     """Raise if a name occurs twice.
 
     Args:
-        place: name of the file and of the field, for error messages.
-        names: the names.
+        place: Name of the file and of the field, for error messages.
+        names: The names.
     """
     for name, count in Counter(names).items():
         if count > 1:

@@ -21,15 +21,15 @@ def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble
     """Read an ensemble from a file, or from a folder of ``save_pretrained``.
 
     Args:
-        path: the file or folder.
-        reference: a network of the same architecture and dtype, which is not changed. Its weights
+        path: The file or folder.
+        reference: A network of the same architecture and dtype, which is not changed. Its weights
             are used if the file was written with ``shared=False``, and have to be the same then.
 
     Returns:
         The ensemble.
 
     Raises:
-        embens.files.Refused: if the file is damaged, or if it belongs to another reference.
+        embens.files.Refused: If the file is damaged, or if it belongs to another reference.
 
     Example:
         >>> import tempfile

@@ -44,11 +44,11 @@ def member_tensors(
     """Return the tensors of one member that differ from the reference's.
 
     Args:
-        reference: the ensemble's copy of the reference.
-        layers: its parameter layers.
-        spec: how members differ.
-        values: the member's values, without the member axis.
-        computed: tensors of parametrized layers, evaluated once for all members.
+        reference: The ensemble's copy of the reference.
+        layers: Its parameter layers.
+        spec: How members differ.
+        values: The member's values, without the member axis.
+        computed: Tensors of parametrized layers, evaluated once for all members.
 
     Returns:
         A dictionary from names such as ``"layer.weight"`` to tensors.
@@ -114,7 +114,7 @@ class MergedExecutor:
     """Runs members one after another, each with its tensors.
 
     Args:
-        ensemble: the ensemble.
+        ensemble: The ensemble.
     """
 
     def __init__(self, ensemble: "EmbeddedEnsemble"):
@@ -201,10 +201,10 @@ class MergedExecutor:
         """Yield the outputs of one member after another, with a member axis of size 1.
 
         Args:
-            inputs: positional arguments of the reference.
-            kwargs: keyword arguments of the reference.
-            values: values of all members in this pass, members first.
-            per_member: whether positional tensors have the members as their first axis.
+            inputs: Positional arguments of the reference.
+            kwargs: Keyword arguments of the reference.
+            values: Values of all members in this pass, members first.
+            per_member: Whether positional tensors have the members as their first axis.
         """
         computed = self.begin()
         for a in range(self.ensemble.members):
@@ -225,12 +225,12 @@ class MergedExecutor:
         """Return the outputs of one member.
 
         Args:
-            a: the member.
-            args: positional arguments of the reference.
-            kwargs: keyword arguments of the reference.
-            values: values of all members in this pass, members first. Buffers that turn out to
+            a: The member.
+            args: Positional arguments of the reference.
+            kwargs: Keyword arguments of the reference.
+            values: Values of all members in this pass, members first. Buffers that turn out to
                 differ between members are added.
-            computed: what :meth:`begin` returned.
+            computed: What :meth:`begin` returned.
         """
         ensemble = self.ensemble
         member_values = {name: stack[a] for name, stack in values.items()}
@@ -408,10 +408,10 @@ def plain_network(
     """Return a copy of the reference with some tensors replaced; all tensors are cloned.
 
     Args:
-        ensemble: the ensemble.
-        tensors: tensors to replace, by name.
-        scales: modulations of layers that are scaled by hooks.
-        attributes: attributes that the member's code has assigned, by module.
+        ensemble: The ensemble.
+        tensors: Tensors to replace, by name.
+        scales: Modulations of layers that are scaled by hooks.
+        attributes: Attributes that the member's code has assigned, by module.
     """
     copied = MemberCopy(ensemble, plain=True)
     copied.set_attributes(attributes or {})

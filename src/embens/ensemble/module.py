@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from embens import optim
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 from embens.ensemble.merged import MergedExecutor
-from embens.ensemble.separation import separate_buffers
+from embens.ensemble.separation import expand_buffers, separate_buffers
 from embens.graph.domains import Unfoldable
 from embens.graph.folding import Folded, ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
@@ -90,16 +90,16 @@ class EmbeddedEnsemble(nn.Module):
     """M members in one network.
 
     Args:
-        reference: the reference. The ensemble takes it over; pass a copy.
-        spec: how members differ.
-        values: stacked values of the members by name; parameters are trained, tensors are not.
-        flow: the data flow of the reference, if it was read already.
+        reference: The reference. The ensemble takes it over; pass a copy.
+        spec: How members differ.
+        values: Stacked values of the members by name; parameters are trained, tensors are not.
+        flow: The data flow of the reference, if it was read already.
 
     Attributes:
-        reference: the ensemble's copy of the reference.
-        spec: how members differ.
-        individual: stacked values of the members.
-        chunk: number of members that run together; None: chosen for the network and the batch. It
+        reference: The ensemble's copy of the reference.
+        spec: How members differ.
+        individual: Stacked values of the members.
+        chunk: Number of members that run together; None: chosen for the network and the batch. It
             changes results by rounding only.
     """
 
@@ -148,7 +148,7 @@ class EmbeddedEnsemble(nn.Module):
         """Find the layers again after modules of the reference were replaced.
 
         Raises:
-            ValueError: if a layer in which members differ is gone or has another shape.
+            ValueError: If a layer in which members differ is gone or has another shape.
         """
         layers = find_layers(self.reference)
         shapes = _weight_shapes(self.reference, layers, self.spec)
@@ -176,8 +176,8 @@ class EmbeddedEnsemble(nn.Module):
         A placeholder without memory stays, as code may test whether the attribute is None.
 
         Args:
-            module: name of the module in the reference.
-            name: name of the parameter or buffer.
+            module: Name of the module in the reference.
+            name: Name of the parameter or buffer.
         """
         owner = self.reference.get_submodule(module)
         for table in (owner._parameters, owner._buffers):
@@ -257,7 +257,7 @@ class EmbeddedEnsemble(nn.Module):
         """Return the values of a site, ``(member, size)``.
 
         Args:
-            site: one of ``spec.sites``. Fresh sites have no values between passes.
+            site: One of ``spec.sites``. Fresh sites have no values between passes.
         """
         if site.fresh:
             raise ValueError(
@@ -289,15 +289,15 @@ class EmbeddedEnsemble(nn.Module):
         With them, one step on :func:`embens.objective` is the paper's update.
 
         Args:
-            lr: learning rate. That of the shared parameters is ``lr`` times :math:`\gamma(M)/M`,
+            lr: Learning rate. That of the shared parameters is ``lr`` times :math:`\gamma(M)/M`,
                 for optimizers of the Adam kind times :math:`\gamma/\gamma^*`.
-            modulation_lr: learning rate of modulations; None: ``lr``.
-            weight_decay: weight decay of shared parameters and per-member layers, in units of
+            modulation_lr: Learning rate of modulations; None: ``lr``.
+            weight_decay: Weight decay of shared parameters and per-member layers, in units of
                 ``lr``, independent of gamma.
-            gamma: a number (0: shared parameters do not move), a function of the number of
+            gamma: A number (0: shared parameters do not move), a function of the number of
                 members, or None for the natural value.
-            optimizer: the class, or the function from groups to an optimizer, they are for.
-            modulation_weight_decay: weight decay of modulations.
+            optimizer: The class, or the function from groups to an optimizer, they are for.
+            modulation_weight_decay: Weight decay of modulations.
 
         Returns:
             Up to three groups: shared parameters, modulations, per-member layers.
@@ -333,12 +333,12 @@ class EmbeddedEnsemble(nn.Module):
         """Run all members.
 
         Args:
-            x: first argument of the reference, unless all of them are passed by name.
-            *inputs: further positional arguments of the reference.
+            x: First argument of the reference, unless all of them are passed by name.
+            *inputs: Further positional arguments of the reference.
             batch: "same": every member sees the inputs; "own": positional tensors have the members
                 as their first axis; "split": row i of every tensor goes to member i mod M.
-            chunk: number of members that run together, instead of ``self.chunk``.
-            **kwargs: keyword arguments of the reference.
+            chunk: Number of members that run together, instead of ``self.chunk``.
+            **kwargs: Keyword arguments of the reference.
 
         Returns:
             The outputs with the members as a new first axis, ``(member, batch, …)``; for "split"
@@ -363,10 +363,10 @@ class EmbeddedEnsemble(nn.Module):
         """Return the outputs of all members, members first.
 
         Args:
-            inputs: positional arguments of the reference.
-            kwargs: its keyword arguments.
-            chunk: number of members that run together; None: the ensemble's.
-            per_member: whether positional tensors have the members as their first axis.
+            inputs: Positional arguments of the reference.
+            kwargs: Its keyword arguments.
+            chunk: Number of members that run together; None: the ensemble's.
+            per_member: Whether positional tensors have the members as their first axis.
         """
         outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
         if len(outputs) == 1:
@@ -395,9 +395,9 @@ class EmbeddedEnsemble(nn.Module):
         """Return first member and number of members of each chunk.
 
         Args:
-            folded: the folded network.
-            arguments: tensor arguments of one member.
-            chunk: number of members of a chunk; None: the ensemble's.
+            folded: The folded network.
+            arguments: Tensor arguments of one member.
+            chunk: Number of members of a chunk; None: the ensemble's.
         """
         size = self.chunk if chunk is None else chunk
         if size is None:
@@ -451,7 +451,7 @@ class EmbeddedEnsemble(nn.Module):
         The state of the drawing is a buffer, so it is copied and saved with the ensemble.
 
         Args:
-            generator: draws the seed.
+            generator: Draws the seed.
         """
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         self.generator_state = torch.Generator().manual_seed(seed).get_state()
@@ -547,7 +547,7 @@ class EmbeddedEnsemble(nn.Module):
         """Return the arguments of a call for inputs as data sets hold them.
 
         Args:
-            inputs: a tuple or list of positional arguments, a dictionary of keyword arguments, or
+            inputs: A tuple or list of positional arguments, a dictionary of keyword arguments, or
                 a single argument.
 
         Returns:
@@ -580,11 +580,11 @@ class EmbeddedEnsemble(nn.Module):
         one chunk. Values that members share are computed and backpropagated once.
 
         Args:
-            *inputs_and_target: the reference's inputs, then the target. A tuple or dictionary in
+            *inputs_and_target: The reference's inputs, then the target. A tuple or dictionary in
                 the place of the inputs holds several of them, as for :func:`embens.fit`.
-            criterion: see :func:`embens.objective`.
-            chunk: number of members at a time.
-            **kwargs: keyword arguments of the reference.
+            criterion: See :func:`embens.objective`.
+            chunk: Number of members at a time.
+            **kwargs: Keyword arguments of the reference.
 
         Returns:
             The objective, detached.
@@ -623,7 +623,7 @@ class EmbeddedEnsemble(nn.Module):
         itself keeps hooks that scale its input and output.
 
         Args:
-            a: index of the member; negative indices count from the end.
+            a: Index of the member; negative indices count from the end.
         """
         a = self._index(a)
         if any(site.fresh for site in self.spec.sites):
@@ -648,7 +648,7 @@ class EmbeddedEnsemble(nn.Module):
         """Return an ensemble of some of the members, which shares no tensor with this one.
 
         Args:
-            members: indices of the members. A member that occurs twice counts twice in means.
+            members: Indices of the members. A member that occurs twice counts twice in means.
 
         Returns:
             The smaller ensemble.
@@ -664,10 +664,10 @@ class EmbeddedEnsemble(nn.Module):
         last-layer dropout.
 
         Args:
-            example_input: see :func:`embens.embed`; needed if the code cannot be traced.
+            example_input: See :func:`embens.embed`; needed if the code cannot be traced.
 
         Raises:
-            ValueError: if the mean is not one network.
+            ValueError: If the mean is not one network.
         """
         from embens.ensemble.collapsing import collapse
 
@@ -675,7 +675,7 @@ class EmbeddedEnsemble(nn.Module):
 
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: dict[str, Any],
         prefix: str,
         local_metadata: Any,
         strict: bool,
@@ -688,6 +688,7 @@ class EmbeddedEnsemble(nn.Module):
         if any(name.replace("/", ".") not in self.individual for name in saved_names):
             # Members had separate buffers when the state was saved.
             separate_buffers(self, saved_names)
+        expand_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(
             state_dict,
             prefix,
@@ -708,13 +709,13 @@ class EmbeddedEnsemble(nn.Module):
         """Write the ensemble to one safetensors file; :func:`embens.load` reads it.
 
         Args:
-            path: the file.
-            shared: whether to write the shared parameters. False: loading takes them from the
+            path: The file.
+            shared: Whether to write the shared parameters. False: loading takes them from the
                 reference, and refuses a reference with other weights.
 
         Raises:
-            IsADirectoryError: if ``path`` is a folder, which is left unchanged.
-            FileNotFoundError: if its folder does not exist.
+            IsADirectoryError: If ``path`` is a folder, which is left unchanged.
+            FileNotFoundError: If its folder does not exist.
         """
         from embens.ensemble.saving import save
 
@@ -733,14 +734,14 @@ class EmbeddedEnsemble(nn.Module):
         Both files appear at once, also if the process is killed or the disk is full.
 
         Args:
-            folder: the folder. It may replace an empty folder, or one that this method wrote.
-            shared: whether to write the shared parameters; None: unless they are frozen.
-            base: where the reference comes from, for the card.
-            results: metrics for the card.
+            folder: The folder. It may replace an empty folder, or one that this method wrote.
+            shared: Whether to write the shared parameters; None: unless they are frozen.
+            base: Where the reference comes from, for the card.
+            results: Metrics for the card.
 
         Raises:
-            FileExistsError: if the folder holds other files; it is left unchanged.
-            NotADirectoryError: if ``folder`` is a file.
+            FileExistsError: If the folder holds other files; it is left unchanged.
+            NotADirectoryError: If ``folder`` is a file.
         """
         from embens.ensemble.saving import save_pretrained
 
@@ -856,10 +857,10 @@ class _Folding:
         """Return whether the folding is valid for a call.
 
         Args:
-            ranks: number of axes of each tensor argument.
-            constants: other arguments.
-            modes: kind of the call.
-            changed: attributes in which members differ from the reference.
+            ranks: Number of axes of each tensor argument.
+            constants: Other arguments.
+            modes: Kind of the call.
+            changed: Attributes in which members differ from the reference.
         """
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
             return False
@@ -877,12 +878,12 @@ class _FoldedPass:
     """One pass through a folded network.
 
     Args:
-        ensemble: the ensemble.
-        folded: its folded form.
-        arguments: tensor arguments.
-        values: values of all members.
-        per_member: whether arguments have the members as their first axis.
-        cut: whether shared values are detached, so that every chunk can be backpropagated alone.
+        ensemble: The ensemble.
+        folded: Its folded form.
+        arguments: Tensor arguments.
+        values: Values of all members.
+        per_member: Whether arguments have the members as their first axis.
+        cut: Whether shared values are detached, so that every chunk can be backpropagated alone.
     """
 
     def __init__(
@@ -955,8 +956,8 @@ def _refuse_held_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
     """Raise ValueError for attributes that hold a tensor which members have separately.
 
     Args:
-        reference: the network.
-        spec: how members differ.
+        reference: The network.
+        spec: How members differ.
     """
     separate = {}
     for item in spec.per_member:
@@ -1008,8 +1009,8 @@ def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:
     one of an old torch and adds ``num_batches_tracked``, also where members have it separately.
 
     Args:
-        ensemble: the ensemble whose state was loaded.
-        keys: missing and unexpected keys, as ``load_state_dict`` returns them; changed in place.
+        ensemble: The ensemble whose state was loaded.
+        keys: Missing and unexpected keys, as ``load_state_dict`` returns them; changed in place.
     """
     added = []
     for item in ensemble.spec.per_member:

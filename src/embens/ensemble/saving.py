@@ -102,10 +102,10 @@ def model_card(
     """Return the text of a model card, with metadata for model hubs.
 
     Args:
-        ensemble: the ensemble.
-        base: where the reference comes from.
-        results: metrics for the table.
-        has_shared: whether the file beside it holds the shared parameters.
+        ensemble: The ensemble.
+        base: Where the reference comes from.
+        results: Metrics for the table.
+        has_shared: Whether the file beside it holds the shared parameters.
     """
     spec = ensemble.spec
     network = type(ensemble.reference).__name__

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embens.sites import PerMember
 
@@ -17,10 +17,10 @@ def separate_buffer(ensemble: "EmbeddedEnsemble", module: str, name: str, value:
     """Turn a shared buffer into one that every member has separately.
 
     Args:
-        ensemble: the ensemble.
-        module: name of the module in the reference.
-        name: name of the buffer.
-        value: initial value for all members.
+        ensemble: The ensemble.
+        module: Name of the module in the reference.
+        name: Name of the buffer.
+        value: Initial value for all members.
 
     Returns:
         The stacked buffer, members first.
@@ -41,8 +41,8 @@ def separate_buffers(ensemble: "EmbeddedEnsemble", names: Iterable[str]) -> None
     """Separate those shared buffers that have the names of saved tensors of members.
 
     Args:
-        ensemble: the ensemble.
-        names: names in a saved state, with slashes in place of dots.
+        ensemble: The ensemble.
+        names: Names in a saved state, with slashes in place of dots.
     """
     modules = dict(ensemble.reference.named_modules())
     for saved_name in names:
@@ -53,3 +53,23 @@ def separate_buffers(ensemble: "EmbeddedEnsemble", names: Iterable[str]) -> None
         buffer = modules[module]._buffers.get(name)
         if buffer is not None:
             separate_buffer(ensemble, module, name, buffer.detach().clone())
+
+
+def expand_buffers(ensemble: "EmbeddedEnsemble", state: dict[str, Any], prefix: str = "") -> None:
+    """Give every member the shared buffers of a state that is older than their separation.
+
+    Args:
+        ensemble: the ensemble, some of whose buffers were separated by a pass.
+        state: its state before that pass; changed in place.
+        prefix: of the names in the state.
+    """
+    for item in ensemble.spec.per_member:
+        for name in item.tensors:
+            dotted = f"{item.module}.{name}".lstrip(".")
+            shared = f"{prefix}reference.{dotted}"
+            separate = f"{prefix}individual.{dotted.replace('.', '/')}"
+            buffer = state.get(shared)
+            is_parameter = isinstance(ensemble.individual[dotted], nn.Parameter)
+            if isinstance(buffer, Tensor) and separate not in state and not is_parameter:
+                state[separate] = buffer.expand(ensemble.members, *buffer.shape).clone()
+                del state[shared]

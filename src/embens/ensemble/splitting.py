@@ -16,10 +16,10 @@ def run_split(ensemble: "EmbeddedEnsemble", inputs: tuple, kwargs: dict, chunk: 
     """Return the outputs of a split batch, in the order of its rows.
 
     Args:
-        ensemble: the ensemble.
-        inputs: positional arguments of the reference.
-        kwargs: its keyword arguments.
-        chunk: number of members that run together; None: the ensemble's.
+        ensemble: The ensemble.
+        inputs: Positional arguments of the reference.
+        kwargs: Its keyword arguments.
+        chunk: Number of members that run together; None: the ensemble's.
     """
     members, rows = ensemble.members, batch_size(inputs)
     has_named_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(kwargs))

@@ -16,8 +16,8 @@ def subset(ensemble: "EmbeddedEnsemble", indices: Sequence[int]) -> "EmbeddedEns
     """Return an ensemble of some of the members; see :meth:`EmbeddedEnsemble.subset`.
 
     Args:
-        ensemble: the ensemble.
-        indices: indices of the members, from 0.
+        ensemble: The ensemble.
+        indices: Indices of the members, from 0.
     """
     if not indices:
         raise ValueError("members must contain at least one index, got none.")

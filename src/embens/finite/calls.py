@@ -160,7 +160,7 @@ def _modulation(ensemble: EmbeddedEnsemble, site: Any) -> SiteModulation | None:
 
 
 def separate_input(layer: nn.Module, args: tuple) -> tuple:
-    """Replace a layer's input by a view of it, so that gradients of this use can be told apart."""
+    """Replace a layer's input by a view of it, which separates the gradients of this use."""
     value, *arguments = args
     if value.requires_grad:
         return (value.view_as(value), *arguments)

@@ -119,31 +119,14 @@ def measure(
         biases: shared parameters; their part in the gradients is measured separately.
         budget: limits samples and members.
     """
-    notes = []
     allowed = min(ensemble.members, budget.members)
     members = min(allowed, _members_in_memory(ensemble, budget))
-    tensors = [leaf for leaf in tree_leaves((x, target)) if isinstance(leaf, Tensor)]
-    lengths = {len(tensor) for tensor in tensors}
-    samples = max(lengths, default=1)
-    limited = members < allowed
-    if len(lengths) == 1:
-        order = torch.randperm(samples, generator=budget.generator)
-        trial = order[:TRIAL_SAMPLES]
-        trial_bytes = activation_bytes(
-            ensemble,
-            take(x, trial),
-            take(target, trial),
-            criterion,
-        )
-        room = max(2, int(budget.memory / 2 * len(trial) / max(1, trial_bytes)))
-        requested = min(samples, budget.samples)
-        limited = limited or room < requested
-        samples = min(requested, room)
-        x = take(x, order[:samples])
-        target = take(target, order[:samples])
-    else:
+    chosen = _choose_samples(ensemble, x, target, criterion, budget)
+    x, target, samples = chosen.x, chosen.target, chosen.count
+    notes = []
+    if not chosen.can_be_split:
         notes.append("all samples were used, because x and target have different lengths")
-    if limited:
+    if members < allowed or chosen.is_limited:
         notes.append(f"the budget allowed {members} members and {samples} samples")
     gradients = list(
         geometry.member_gradients(
@@ -166,6 +149,49 @@ def measure(
         grams=grams,
         bias_part=_bias_part(ensemble, gradients, grams, biases),
         notes=notes,
+    )
+
+
+@dataclass(frozen=True)
+class _ChosenSamples:
+    """Samples that fit into the budget.
+
+    Attributes:
+        x: their inputs.
+        target: their targets.
+        count: the number of samples.
+        can_be_split: False if x and target have different lengths, so that all samples are used.
+        is_limited: True if the memory allows fewer samples than requested.
+    """
+
+    x: Any
+    target: Any
+    count: int
+    can_be_split: bool
+    is_limited: bool
+
+
+def _choose_samples(
+    ensemble: EmbeddedEnsemble, x: Any, target: Any, criterion: Criterion, budget: Budget
+) -> _ChosenSamples:
+    """Choose random samples; a trial on a few of them shows how many fit into the memory."""
+    tensors = [leaf for leaf in tree_leaves((x, target)) if isinstance(leaf, Tensor)]
+    lengths = {len(tensor) for tensor in tensors}
+    count = max(lengths, default=1)
+    if len(lengths) != 1:
+        return _ChosenSamples(x, target, count, can_be_split=False, is_limited=False)
+    order = torch.randperm(count, generator=budget.generator)
+    trial = order[:TRIAL_SAMPLES]
+    trial_bytes = activation_bytes(ensemble, take(x, trial), take(target, trial), criterion)
+    room = max(2, int(budget.memory / 2 * len(trial) / max(1, trial_bytes)))
+    requested = min(count, budget.samples)
+    count = min(requested, room)
+    return _ChosenSamples(
+        x=take(x, order[:count]),
+        target=take(target, order[:count]),
+        count=count,
+        can_be_split=True,
+        is_limited=room < requested,
     )
 
 

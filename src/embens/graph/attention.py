@@ -156,13 +156,13 @@ def attend(
     """Return the mean values and the weights of an attention, for blocks of rows of the members.
 
     Args:
-        q: projected queries ``(member · batch, time, feature)``.
-        k: projected keys ``(member · batch, source, feature)``.
-        v: projected values ``(member · batch, source, feature)``.
+        q: Projected queries ``(member · batch, time, feature)``.
+        k: Projected keys ``(member · batch, source, feature)``.
+        v: Projected values ``(member · batch, source, feature)``.
         key_padding_mask: ``(member · batch, source)`` or None.
         attn_mask: ``(time, source)`` or None.
         added: ``bias_k`` and ``bias_v``, or None.
-        options: see :class:`AttentionOptions`.
+        options: See :class:`AttentionOptions`.
     """
     settings = AttentionOptions(*options)
     sources = k.shape[1]

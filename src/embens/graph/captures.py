@@ -25,10 +25,10 @@ def check_captures(reference: nn.Module) -> None:
     buffers.
 
     Args:
-        reference: the user's network.
+        reference: The user's network.
 
     Raises:
-        ValueError: names the attribute or the hook.
+        ValueError: Names the attribute or the hook.
     """
     owned = {id(module) for module in reference.modules()}
     memories: dict[int, tuple[str, Tensor]] = {}  # addresses of the tensors of the network
@@ -136,9 +136,9 @@ def explain_copying(module: nn.Module, memo: dict[int, Any], error: Exception) -
     """Raise TypeError with the name of the attribute that cannot be copied, if there is one.
 
     Args:
-        module: the network that could not be copied.
-        memo: the memo of the failed copy.
-        error: its error.
+        module: The network that could not be copied.
+        memo: The memo of the failed copy.
+        error: Its error.
     """
     for name, part in module.named_modules():
         for key, value in vars(part).items():

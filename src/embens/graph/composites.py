@@ -22,10 +22,10 @@ def pass_attention(flow: "Flow", name: str, trails: list["Trail"], joint: "Trail
     """Return the trail of the output of an ``nn.MultiheadAttention``.
 
     Args:
-        flow: the flow, to which the four projections are added.
-        name: name of the attention.
-        trails: trails of query, key and value, or one trail for all of them.
-        joint: trail of all inputs together.
+        flow: The flow, to which the four projections are added.
+        name: Name of the attention.
+        trails: Trails of query, key and value, or one trail for all of them.
+        joint: Trail of all inputs together.
     """
     projections = [f"{name}.{part}".lstrip(".") for part in ("q_proj", "k_proj", "v_proj")]
     sources = trails[:3] if len(trails) >= 3 else (trails * 3)[:3]
@@ -92,7 +92,7 @@ def trace_encoder(
     """Do what ``nn.TransformerEncoder`` does, without its checks of concrete values.
 
     Raises:
-        Untraceable: if torch would do something else: it returns zeros at padded positions where
+        Untraceable: If torch would do something else: it returns zeros at padded positions where
             no gradients are needed, and leaves masks to ``is_causal``.
     """
     needs_gradients = torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())

@@ -27,11 +27,11 @@ class Value:
     """What is known of one value in a graph.
 
     Attributes:
-        domain: whose rows it has.
-        rank: number of axes; None if it is not a tensor.
+        domain: Whose rows it has.
+        rank: Number of axes; None if it is not a tensor.
         kind: "tensor", "shape" (of a tensor), "rows" (a number proportional to the number of rows),
             "tuple" (of tensors with this rank) or "other".
-        leading: size of the first axis of a constant tensor, if known.
+        leading: Size of the first axis of a constant tensor, if known.
     """
 
     domain: Domain

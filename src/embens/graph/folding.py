@@ -12,6 +12,7 @@ values of the members are inputs of the graphs, so the graphs have no state.
 """
 
 import inspect
+import keyword
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -94,15 +95,15 @@ class Folded:
     """A folded network.
 
     Attributes:
-        prefix: computes the shared values; takes the tensors, then the arguments.
-        suffix: computes the outputs of a chunk; takes the number of members, the shared values, the
+        prefix: Computes the shared values; takes the tensors, then the arguments.
+        suffix: Computes the outputs of a chunk; takes the number of members, the shared values, the
             tensors and the members' values.
-        arguments: names of the arguments that the prefix takes.
-        tensors: modules of the reference and names of their parameters and buffers that both graphs
+        arguments: Names of the arguments that the prefix takes.
+        tensors: Modules of the reference and names of their parameters and buffers that both graphs
             take.
-        values: names of the members' values that the suffix takes.
-        has_convolutions: whether a convolution runs for each member.
-        width: largest number of channels of the layers that run for each member.
+        values: Names of the members' values that the suffix takes.
+        has_convolutions: Whether a convolution runs for each member.
+        width: Largest number of channels of the layers that run for each member.
     """
 
     prefix: torch.fx.GraphModule
@@ -126,19 +127,19 @@ def fold(
     """Trace a network and rewrite it for chunks of members.
 
     Args:
-        reference: the network, in the mode in which it will run.
-        layers: its parameter layers.
-        spec: how members differ.
-        ranks: number of axes of every tensor argument, by name.
-        constants: values of the other arguments.
-        per_member_inputs: whether tensor arguments have a block of rows for every member already.
+        reference: The network, in the mode in which it will run.
+        layers: Its parameter layers.
+        spec: How members differ.
+        ranks: Number of axes of every tensor argument, by name.
+        constants: Values of the other arguments.
+        per_member_inputs: Whether tensor arguments have a block of rows for every member already.
 
     Raises:
-        Unfoldable: if members have to run one after another; the message says why.
-        Unwatchable: if the code depends on something whose changes cannot be seen.
+        Unfoldable: If members have to run one after another; the message says why.
+        Unwatchable: If the code depends on something whose changes cannot be seen.
     """
     root = copy_module(reference)
-    _refuse_hooks(root)
+    _refuse_modules(root)
     _register_placeholders(root, spec)
     graph = _trace(root, ranks, constants)
     rewriter = Rewriter(root, layers, spec, ranks, per_member_inputs)
@@ -197,8 +198,13 @@ def _warn_about_shared_state(change: str) -> None:
         )
 
 
-def _refuse_hooks(root: nn.Module) -> None:
+def _refuse_modules(root: nn.Module) -> None:
+    """Refuse modules that a graph cannot call as the user's code does."""
     for name, module in root.named_modules():
+        # The code of a graph contains the names of modules as they are.
+        is_text = name.isprintable() and not {'"', "\\"} & set(name)
+        if not is_text or any(keyword.iskeyword(part) for part in name.split(".")):
+            raise Unfoldable(f"{name!r} cannot be a name in Python code")
         if any(getattr(module, hooks) for hooks in HOOKS):
             raise Unfoldable(f"{name or 'the reference'!r} has a hook")
         if "forward" in vars(module):
@@ -209,8 +215,8 @@ class ModuleState:
     """Remembers the attributes, children and hooks of the modules of a network.
 
     Args:
-        root: the network.
-        tensors: whether parameters and buffers have to stay the same objects; otherwise only
+        root: The network.
+        tensors: Whether parameters and buffers have to stay the same objects; otherwise only
             whether they are None counts.
     """
 
@@ -372,14 +378,14 @@ class Rewriter:
     def tensor_nodes(self, name: str) -> tuple[torch.fx.Node, torch.fx.Node]:
         """Return the inputs of prefix and suffix for a parameter or buffer."""
         if name not in self.tensors:
-            label = "tensor_" + name.replace(".", "_")
+            label = f"tensor_{len(self.tensors)}"
             self.tensors[name] = (self.prefix.placeholder(label), self.suffix.placeholder(label))
         return self.tensors[name]
 
     def value_node(self, key: str) -> torch.fx.Node:
         """Return the input of the suffix for values of the members."""
         if key not in self.values:
-            self.values[key] = self.suffix.placeholder("value_" + key.replace(".", "_"))
+            self.values[key] = self.suffix.placeholder(f"value_{len(self.values)}")
         return self.values[key]
 
     def border_node(self, source: torch.fx.Node) -> torch.fx.Node:
@@ -631,9 +637,9 @@ class Rewriter:
         """Return weight and bias of a layer in the suffix; the bias may be None.
 
         Args:
-            module: the layer's module.
-            layer: the layer.
-            separate: whether they are the stacked tensors of the members.
+            module: The layer's module.
+            layer: The layer.
+            separate: Whether they are the stacked tensors of the members.
         """
         nodes: list[Any] = []
         for name, factor in zip(("weight", "bias"), self.forward_factors(module), strict=True):
@@ -709,7 +715,7 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
     """Return the rank of a module's output, if the module treats rows independently.
 
     Raises:
-        Unfoldable: if it is unknown, or if the input has no batch axis.
+        Unfoldable: If it is unknown, or if the input has no batch axis.
     """
     kind = type(module).__name__
     if isinstance(module, _ConvNd):
@@ -832,10 +838,10 @@ def scale_members(
     Args:
         x: ``(member · row, …, channel, position…)``; without members if ``is_shared``.
         values: ``(member, size)``.
-        count: number of members.
-        spatial: number of axes after the channels.
-        repeat: number of consecutive features per value.
-        is_shared: whether ``x`` has one block of rows for all members.
+        count: Number of members.
+        spatial: Number of axes after the channels.
+        repeat: Number of consecutive features per value.
+        is_shared: Whether ``x`` has one block of rows for all members.
     """
     if values.dtype is not x.dtype:
         values = values.to(x.dtype)
@@ -872,13 +878,13 @@ def modulated_linear(
 
     Args:
         x: ``(member · row, …, feature)``; without members if ``is_shared``.
-        weight: shared weight ``(output, input)``.
-        bias: shared bias, or None.
-        pre: values of the outputs, ``(member, output)``, or None.
-        post: values of the inputs, ``(member, input / repeat)``, or None.
-        repeat: number of consecutive inputs per value of ``post``.
-        count: number of members.
-        is_shared: whether ``x`` has one block of rows for all members.
+        weight: Shared weight ``(output, input)``.
+        bias: Shared bias, or None.
+        pre: Values of the outputs, ``(member, output)``, or None.
+        post: Values of the inputs, ``(member, input / repeat)``, or None.
+        repeat: Number of consecutive inputs per value of ``post``.
+        count: Number of members.
+        is_shared: Whether ``x`` has one block of rows for all members.
     """
     # A compiled graph should be right for any number of rows, so it does not compare sizes.
     if not is_shared and pre is not None and not torch.compiler.is_compiling():

@@ -100,10 +100,10 @@ class Guard:
     (:class:`embens.graph.folding.ModuleState`), but the objects that these attributes hold are.
 
     Args:
-        root: the network.
+        root: The network.
 
     Raises:
-        Unwatchable: if the code may read values whose changes cannot be seen.
+        Unwatchable: If the code may read values whose changes cannot be seen.
     """
 
     def __init__(self, root: nn.Module):
@@ -310,6 +310,7 @@ class Guard:
         if name in _TYPE_ATTRIBUTES:
             raise Unwatchable(f"its code reads {name!r}")
         self.loaded.add(name)
+        self.compares_identity = self.compares_identity or name in ("is_", "is_not")
         self.reads_any_name = self.reads_any_name or name in _ANY_NAME
 
     def _visit_variable(

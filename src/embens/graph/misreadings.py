@@ -35,7 +35,7 @@ class OutsideGraph(TorchFunctionMode):
     updates parameters, or recomputes activations (``torch.utils.checkpoint``).
 
     Args:
-        refused: whether they are refused; otherwise only changes in place are, as a traced copy
+        refused: Whether they are refused; otherwise only changes in place are, as a traced copy
             shares its parameters with the reference.
     """
 
@@ -62,8 +62,8 @@ def refused_misreadings(namespaces: Iterable[dict[str, Any]], problem: Problem) 
     """Raise where the code of a network would be misread.
 
     Args:
-        namespaces: global variables of the functions that the network may call.
-        problem: makes an error of a message.
+        namespaces: Global variables of the functions that the network may call.
+        problem: Makes an error of a message.
     """
     original = vars(torch.autograd.Function)["apply"]
 

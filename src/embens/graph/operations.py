@@ -127,9 +127,9 @@ def changed_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Return the values that an operation changes: its first argument, or ``out=``.
 
     Args:
-        name: name of the operation.
-        args: positional arguments.
-        kwargs: keyword arguments.
+        name: Name of the operation.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
     changed = []
     if is_in_place(name) or kwargs.get("inplace"):

@@ -57,11 +57,11 @@ class Tracer(torch.fx.Tracer):
     """A torch.fx tracer with parameter layers, attentions and modules of torch as leaves.
 
     Args:
-        root: the network to trace. Tracing may leave symbolic values in its attributes, so pass a
+        root: The network to trace. Tracing may leave symbolic values in its attributes, so pass a
             copy (:func:`copy_module`).
-        arguments: arguments of ``root.forward`` that stay symbolic.
-        constants: values of its other arguments.
-        opaque: names of modules that become leaves as well.
+        arguments: Arguments of ``root.forward`` that stay symbolic.
+        constants: Values of its other arguments.
+        opaque: Names of modules that become leaves as well.
     """
 
     proxy_buffer_attributes = True
@@ -169,8 +169,8 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     """Return a deep copy of a module that shares its parameters and buffers.
 
     Args:
-        module: any module.
-        memo: objects to replace in the copy, by the ``id`` of the original.
+        module: Any module.
+        memo: Objects to replace in the copy, by the ``id`` of the original.
     """
     shared: dict[int, Any] = detached_state(module)
     for tensor in (*module.parameters(), *module.buffers()):
@@ -188,7 +188,7 @@ def copy_reference(reference: nn.Module) -> nn.Module:
     """Return a deep copy of a network that shares no tensor with it.
 
     Raises:
-        TypeError: names the attribute that cannot be copied.
+        TypeError: Names the attribute that cannot be copied.
     """
     return _deep_copy(reference, detached_state(reference))
 
@@ -230,12 +230,12 @@ class Trail:
     """What is known of one value in the network.
 
     Attributes:
-        upstream: names of the layers that it depends on.
-        affine: those among them in whose output it is affine.
-        channels: size of axis 1, where it is known to be the channels of an image.
-        flat: number of channels that were flattened with their positions into one axis.
-        weight_of: layers whose weight it is, for code that reads weights without calling a layer.
-        random: whether it depends on random numbers that are drawn in training mode.
+        upstream: Names of the layers that it depends on.
+        affine: Those among them in whose output it is affine.
+        channels: Size of axis 1, where it is known to be the channels of an image.
+        flat: Number of channels that were flattened with their positions into one axis.
+        weight_of: Layers whose weight it is, for code that reads weights without calling a layer.
+        random: Whether it depends on random numbers that are drawn in training mode.
     """
 
     upstream: frozenset[str] = frozenset()
@@ -262,12 +262,12 @@ class Flow:
     """The data flow of a reference.
 
     Attributes:
-        upstream: for every layer that is used, the names of the layers before it.
-        repeat: number of features per channel of layers that follow a Flatten.
-        norms: for every module with buffers that is called, the names of the layers before it.
-        random: names of those modules that see random inputs in training mode.
-        outputs: trails of the outputs; empty if they are unknown.
-        guesses: what could not be read, in words.
+        upstream: For every layer that is used, the names of the layers before it.
+        repeat: Number of features per channel of layers that follow a Flatten.
+        norms: For every module with buffers that is called, the names of the layers before it.
+        random: Names of those modules that see random inputs in training mode.
+        outputs: Trails of the outputs; empty if they are unknown.
+        guesses: What could not be read, in words.
     """
 
     upstream: dict[str, set[str]] = field(default_factory=dict)
@@ -316,9 +316,9 @@ class FlowReader:
         """Return the trail of the result of a function or method.
 
         Args:
-            name: its name; underscores around it are ignored.
-            trails: trails of its tensor arguments.
-            arguments: all arguments but the first.
+            name: Its name; underscores around it are ignored.
+            trails: Trails of its tensor arguments.
+            arguments: All arguments but the first.
         """
         operation = name.strip("_")
         if operation == "getattr" and arguments:
@@ -377,10 +377,10 @@ class FlowReader:
         """Return the trail of the output of a module that is not looked into.
 
         Args:
-            module: the module.
-            name: its name in the network.
-            trails: trails of its inputs.
-            positions: whether inputs have axes between the rows and the features.
+            module: The module.
+            name: Its name in the network.
+            trails: Trails of its inputs.
+            positions: Whether inputs have axes between the rows and the features.
         """
         arguments = (module.start_dim,) if isinstance(module, nn.Flatten) else ()
         joint = self.apply_operation(type(module).__name__, trails, arguments)
@@ -486,7 +486,7 @@ def read_flow(reference: nn.Module) -> Flow:
     """Read the data flow of a network by tracing its code.
 
     Args:
-        reference: any module. A part that cannot be traced is taken in the order of registration.
+        reference: Any module. A part that cannot be traced is taken in the order of registration.
 
     Returns:
         The flow. ``guesses`` lists what could not be read.

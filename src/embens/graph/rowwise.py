@@ -66,12 +66,12 @@ def infer(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     """Return what is known of the result of a function or method.
 
     Args:
-        name: its name, without underscores around it.
-        args: positional arguments; values of the graph as :class:`Value`.
-        kwargs: keyword arguments, likewise.
+        name: Its name, without underscores around it.
+        args: Positional arguments; values of the graph as :class:`Value`.
+        kwargs: Keyword arguments, likewise.
 
     Raises:
-        Unfoldable: if the operation is unknown or may mix rows.
+        Unfoldable: If the operation is unknown or may mix rows.
     """
     values = [value for value in flatten((args, kwargs)) if isinstance(value, Value)]
     if not args and name not in BROADCASTING:

@@ -79,8 +79,8 @@ def snapshot(value: Any, seen: set[int]) -> Any:
     """Return a picture of a value; two pictures are equal if nothing in the value has changed.
 
     Args:
-        value: any object. Modules, functions and classes are compared by identity.
-        seen: ids of the objects that are part of the picture already.
+        value: Any object. Modules, functions and classes are compared by identity.
+        seen: Ids of the objects that are part of the picture already.
     """
     if isinstance(value, PLAIN):
         return type(value), value

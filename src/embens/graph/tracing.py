@@ -87,6 +87,15 @@ class SymbolicValue(torch.fx.Proxy):
     def __round__(self, digits: int = 0) -> Any:
         raise self.tracer.problem("the code looks at values")
 
+    def __divmod__(self, other: Any) -> Any:
+        raise self.tracer.problem("the code looks at values")
+
+    def __format__(self, description: str) -> str:
+        raise self.tracer.problem("the code prints a tensor")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self.tracer.problem("the code assigns parts of a tensor")
+
 
 def _in_place(name: str) -> Callable[[SymbolicValue, Any], torch.fx.Proxy]:
     """Return a method for an operator such as ``+=``, which torch.fx would trace as ``+``."""
@@ -117,10 +126,10 @@ class StrictTracer(Tracer):
     Arguments as for :class:`embens.graph.reading.Tracer`.
 
     Attributes:
-        guard: the Python values that the code may read.
+        guard: The Python values that the code may read.
 
     Raises:
-        Unwatchable: if the code depends on something whose changes cannot be seen.
+        Unwatchable: If the code depends on something whose changes cannot be seen.
     """
 
     def __init__(self, root: nn.Module, arguments: Any, constants: Mapping[str, Any]):
@@ -182,7 +191,7 @@ def shows_all_layers(reference: nn.Module) -> bool:
     """Return whether a trace shows all calls of layers, also in branches and hooks.
 
     Args:
-        reference: a network whose forward takes a fixed number of arguments.
+        reference: A network whose forward takes a fixed number of arguments.
     """
     if any(vars(module)[hooks] for module in reference.modules() for hooks in HOOKS):
         return False

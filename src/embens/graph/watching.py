@@ -28,14 +28,14 @@ def watch_flow(reference: nn.Module, example_input: Any) -> Flow:
     too small for BatchNorm is tried in evaluation mode.
 
     Args:
-        reference: any module.
-        example_input: a batch, a tuple of arguments or a dictionary of keyword arguments.
+        reference: Any module.
+        example_input: A batch, a tuple of arguments or a dictionary of keyword arguments.
 
     Returns:
         The flow of this call.
 
     Raises:
-        ValueError: if the network cannot be called on the example.
+        ValueError: If the network cannot be called on the example.
     """
     if is_layer(reference):
         return read_flow(reference)

@@ -42,6 +42,9 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         binning: bin edges by "quantile" or by a decision "tree" of the target.
         categorical_features: "auto" (by column type), or column names, positions or a mask.
         max_categories: maximal number of categories of a column; all others are "rare".
+        max_columns: maximal number of numeric columns to use, those that explain the target best;
+            "auto" is 32 for tables with more than 256 numeric columns, fewer than four rows for
+            each, and a target that few columns explain better than all; else all columns.
         lr: maximal learning rate of AdamW; "auto" is 0.002, or 0.004 from 5,000 rows on.
         weight_decay: of the shared parameters; "auto" is chosen by ``tune``, otherwise 0.0003.
         batch_size: rows of a step; "auto" is 64 to 1024 by the number of rows.

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from embens.tabular.bins import MAX_INPUTS, MAX_SCALED, NumericColumn, learn_numeric_columns
-from embens.tabular.defaults import Arguments
+from embens.tabular.defaults import Arguments, is_wide
 from embens.tabular.frames import DATE_PARTS, Table, choose_categorical
+from embens.tabular.selection import select_columns
 
 MANY_CATEGORIES = 32  # columns with more categories have target statistics
 FOLDS = 5
@@ -203,6 +204,15 @@ def learn_columns(
     numeric = learn_numeric_columns(
         table, categorical_positions, arguments, weights.numpy(), target
     )
+    positions = {column.position for column in numeric}
+    unselected = []
+    if target is not None and is_wide(arguments.max_columns, len(positions), table.rows):
+        selected = select_columns(numeric, table, weights, target, arguments.max_columns)
+        unselected = sorted(positions.difference(selected))
+    if unselected:
+        # Fewer columns have more bins each.
+        excluded = [*categorical_positions, *unselected]
+        numeric = learn_numeric_columns(table, excluded, arguments, weights.numpy(), target)
     texts = []
     is_auto = isinstance(arguments.categorical_features, str)  # the user has listed none
     if is_auto:
@@ -211,6 +221,12 @@ def learn_columns(
     budget = max(2, min(int(arguments.max_categories), MAX_INPUTS // max(1, len(categories))))
     categorical = _learn_categorical_columns(table, categories, budget, weights, target, folds)
     notes = _describe_columns(table, numeric, categorical, texts, is_auto=is_auto)
+    if unselected:
+        names = _join_names([table.names[position] for position in unselected])
+        notes.append(
+            f"Columns ignored, because only the {len(positions) - len(unselected)} numeric columns "
+            f"that explain the target best are used (max_columns sets how many): {names}."
+        )
     cut = []
     for column in categorical:
         if column.has_rare and len(column.categories) == budget:

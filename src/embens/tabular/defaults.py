@@ -27,6 +27,9 @@ LARGEST_BATCH_SIZE = 1024
 STEPS = 1800  # approximate number of optimizer steps of a run, within the bounds on epochs
 MIN_EPOCHS = 24
 MAX_EPOCHS = 100
+WIDE_COLUMNS = 256  # numeric columns from which a table can be wide
+WIDE_ROWS_PER_COLUMN = 4  # rows for each numeric column; with more rows it is not wide
+SELECTED_COLUMNS = 32  # numeric columns that are used of a wide table
 REGULARISATIONS = ((0.1, 3e-4), (0.0, 3e-4), (0.3, 3e-4), (0.1, 0.1))
 """Candidates (dropout, weight decay) of the search; the first one is the default."""
 
@@ -51,6 +54,7 @@ class Arguments:
     binning: str = "quantile"
     categorical_features: Any = "auto"
     max_categories: int = 256
+    max_columns: Any = "auto"
     lr: Any = "auto"
     weight_decay: Any = "auto"
     batch_size: Any = "auto"
@@ -113,6 +117,7 @@ COUNTS = (
     "depth",
     "bins",
     "max_categories",
+    "max_columns",
     "batch_size",
     "max_epochs",
     "patience",
@@ -263,6 +268,19 @@ def default_batch_size(rows: int) -> int:
         if rows < limit:
             return batch_size
     return LARGEST_BATCH_SIZE
+
+
+def is_wide(max_columns: Any, columns: int, rows: int) -> bool:
+    """Return whether a table has more numeric columns than a network may be able to use.
+
+    Args:
+        max_columns: the argument of the estimator.
+        columns: number of numeric columns.
+        rows: number of training rows.
+    """
+    if isinstance(max_columns, str):
+        return columns > max(WIDE_COLUMNS, rows / WIDE_ROWS_PER_COLUMN)
+    return columns > max_columns
 
 
 def size_candidates(sizes: Sizes, arguments: Arguments) -> list[Sizes]:

@@ -149,32 +149,45 @@ def _activate_pairs(module: nn.Module, state: State) -> State:
         members_differ = True
     if not facts.tracked or not members_differ:
         return after
+    before = Moments(covariance, state.same.ntk)
+    return after.replace(cross=cache(lambda: _activate_between(module, state, before)))
 
-    def cross() -> Moments:
-        before = state.crossed
-        if state.cross is None:
-            before = Moments(covariance, state.same.ntk)
-        c = constant(0.0, covariance) if before.nngp is None else before.nngp
-        q1, q2 = align_variances(variances1, variances2, state, between=True)
-        if state.mixed and dual is not LINEAR and before.nngp is not None:
-            raise ValueError(
-                f"{describe(module, state.path)} acts on a sum of streams that were modulated by "
-                "v. Between members they are a mixture of Gaussians, which has no rule. Modulate "
-                f"the inputs of layers only (pre=None). {MEASURE}"
-            )
-        h = None
-        if pre is None and trains_scale and not is_homogeneous:
-            f, g, h = dual.same(q1, q2, c, None, with_h=True)
-        elif pre is None:
-            f, g = dual.cross(q1, q2, c, None)
-        else:
-            f, g = dual.joint(q1, q2, c, pre.law, pre.members)
-        ntk = None if before.ntk is None else g.mul_(before.ntk)
-        if trains_scale:
-            ntk = add(ntk, state.trained_scale * (f if h is None else h))
-        return Moments(f, ntk)
 
-    return after.replace(cross=cache(cross))
+def _activate_between(module: nn.Module, state: State, same: Moments) -> Moments:
+    """Return the kernels between two members after an activation.
+
+    Args:
+        module: The activation, for messages.
+        state: Kernels before it.
+        same: Kernels within a member before it; members that are still equal have these.
+    """
+    facts = state.facts
+    pre = state.pre
+    dual = facts.duals[state.depth]
+    before = same if state.cross is None else state.crossed
+    is_coupled = before.nngp is not None
+    if state.mixed and dual is not LINEAR and is_coupled:
+        raise ValueError(
+            f"{describe(module, state.path)} acts on a sum of streams that were modulated by "
+            "v. Between members they are a mixture of Gaussians, which has no rule. Modulate "
+            f"the inputs of layers only (pre=None). {MEASURE}"
+        )
+    assert same.nngp is not None
+    c = constant(0.0, same.nngp) if before.nngp is None else before.nngp
+    variances1 = facts.variances[0][state.depth]
+    variances2 = facts.variances[1][state.depth]
+    q1, q2 = align_variances(variances1, variances2, state, between=True)
+    tangents = None
+    if pre is not None:
+        f, g = dual.joint(q1, q2, c, pre.law, pre.members)
+    elif state.trained_scale and not isinstance(dual, Homogeneous):
+        f, g, tangents = dual.same(q1, q2, c, None, with_h=True)
+    else:
+        f, g = dual.cross(q1, q2, c, None)
+    ntk = None if before.ntk is None else g.mul_(before.ntk)
+    if state.trained_scale:
+        ntk = add(ntk, state.trained_scale * (f if tangents is None else tangents))
+    return Moments(f, ntk)
 
 
 def _after_activation(state: State) -> State:

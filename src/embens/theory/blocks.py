@@ -87,9 +87,9 @@ def plan_blocks(limit: Limit, block: int | None = None) -> list[Block]:
     rows, columns = limit.shape
     if block is None:
         entries = _ENTRIES.get(limit.device.type, _ENTRIES["cuda"])
-        if limit.numbers > 1:
+        if limit.pair_entries > 1:
             entries = max(entries, _PIXEL_ENTRIES)
-        block = max(1, int((entries / limit.numbers) ** 0.5))
+        block = max(1, int((entries / limit.pair_entries) ** 0.5))
     side = check_whole("block", block)
     plan = []
     for row in range(0, rows, side):

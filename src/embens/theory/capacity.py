@@ -44,7 +44,7 @@ _MANY_FEATURES = 40
 
 @dataclass(frozen=True)
 class BestMembers:
-    """Predicted errors of ensembles with different numbers of members.
+    """Predicted errors of ensembles for several member counts.
 
     Attributes:
         best: Number of members with the smallest error.
@@ -153,12 +153,12 @@ class LayerBlock:
 
 
 def layer_blocks(ensemble: EmbeddedEnsemble, x: Tensor, *, count: int) -> dict[str, LayerBlock]:
-    """Return the tangent kernels of all layers and their numbers of features.
+    """Return the tangent kernel and the feature count of each layer.
 
     Args:
         ensemble: An ensemble.
         x: Inputs, ``(n, …)``.
-        count: Number of inputs that the numbers of features are computed from.
+        count: Number of inputs from which feature counts are computed.
     """
     blocks = {}
     indices = torch.linspace(0, len(x) - 1, min(count, len(x))).round().long().unique()

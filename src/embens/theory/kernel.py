@@ -115,7 +115,8 @@ class Kernels:
         nngp: :math:`\Sigma`, the covariance of outputs at initialisation.
         ntk_shared: :math:`\Theta^{com}`, the tangent kernel of shared parameters.
         ntk_individual: :math:`\Theta^{ind}`, the tangent kernel of individual parameters; it is
-            zero between members.
+            zero between members. Trainable input modulations and additive low-rank members have
+            finitely many parameters, whose tangents stay random; this is their mean.
     """
 
     nngp: MemberKernel

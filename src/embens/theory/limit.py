@@ -82,18 +82,7 @@ class Limit:
             else:
                 network = plain_reference(ensemble)
                 self.placements = find_placements(ensemble, network)
-        self.walk: Walk | None = None
-        if is_chain(network):
-            self._preprocessing, self.steps = split_chain(network)
-            modules = nn.ModuleList([module for _, module in self.steps])
-            self._poolings = count_poolings(modules)
-        else:
-            self._preprocessing = []
-            self.walk = Walk(network, x1[:1])
-            self.steps = self.walk.layers
-            mixes = mixes_pixels_anywhere(self.walk.nodes, network)
-            self._poolings = ALL_PAIRS if mixes else 0
-            self._require_hidden_modulations(network)
+        self._read_network(network, x1[:1])
         first = last = SHARED
         if self.walk is None:
             first = self.placements.get(self.steps[0][1], SHARED)
@@ -103,6 +92,21 @@ class Limit:
         self._member_axes = 0 if self._conditions.input_values is None else 1
         self._prepare_inputs(x1, x2)
         self._prepare_activations()
+
+    def _read_network(self, network: nn.Module, example: Tensor) -> None:
+        """List the layers of a chain, or trace the forward of other networks."""
+        self.walk: Walk | None = None
+        if is_chain(network):
+            self._preprocessing, self.steps = split_chain(network)
+            modules = nn.ModuleList([module for _, module in self.steps])
+            self._poolings = count_poolings(modules)
+        else:
+            self._preprocessing = []
+            self.walk = Walk(network, example)
+            self.steps = self.walk.layers
+            mixes = mixes_pixels_anywhere(self.walk.nodes, network)
+            self._poolings = ALL_PAIRS if mixes else 0
+            self._require_hidden_modulations(network)
 
     def _require_hidden_modulations(self, network: nn.Module) -> None:
         """Raise where inputs or outputs of custom code are modulated."""
@@ -154,7 +158,7 @@ class Limit:
         return self.x1.device
 
     @property
-    def numbers(self) -> int:
+    def pair_entries(self) -> int:
         """Number of entries that one pair of inputs has in the largest kernel of a layer."""
         if self.walk is not None:
             pixels = self.walk.largest_image
@@ -281,7 +285,7 @@ class Limit:
 
     def _record(self, x: Tensor) -> list[Recorded]:
         """Return the variances of inputs at each activation, computed a few inputs at a time."""
-        size = max(1, _RECORD_ENTRIES // self.numbers)
+        size = max(1, _RECORD_ENTRIES // self.pair_entries)
         parts: list[list[Recorded]] = []
         for inputs in x.split(size, dim=self._member_axes):
             recording: list[Recorded] = []

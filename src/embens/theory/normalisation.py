@@ -34,7 +34,7 @@ def normalise(module: nn.Module, state: State) -> State:
 
     Raises:
         ValueError: If units are not centred where the layer subtracts their mean.
-        TypeError: If the layer has weights of its own training, or normalises each unit.
+        TypeError: If its trainable parameters have no rule, or it normalises each unit.
     """
     name = describe(module, state.path)
     if not isinstance(module, nn.RMSNorm) and not state.centred:

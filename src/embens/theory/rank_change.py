@@ -31,7 +31,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from embens.checks import warn
 from embens.laws import Law
 from embens.networks import Parametrized
 from embens.sites import LowRankSite
@@ -111,8 +110,9 @@ def chi_square_nodes(degrees: int, count: int) -> tuple[Tensor, Tensor]:
     # Eigenvalues of the Jacobi matrix of generalised Laguerre polynomials (Golub and Welsch).
     alpha = degrees / 2 - 1
     steps = torch.arange(count, dtype=torch.float64)
-    beside = (steps[1:] * (steps[1:] + alpha)).sqrt()
-    jacobi = torch.diag(2 * steps + 1 + alpha) + torch.diag(beside, 1) + torch.diag(beside, -1)
+    off_diagonal = (steps[1:] * (steps[1:] + alpha)).sqrt()
+    jacobi = torch.diag(2 * steps + 1 + alpha)
+    jacobi = jacobi + torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1)
     nodes, vectors = torch.linalg.eigh(jacobi)
     return 2 * nodes, vectors[0] ** 2
 
@@ -163,12 +163,6 @@ def _add_matrices(
     if isinstance(layer, Parametrized) and layer.parametrization == "ntk":
         # The factor of the forward pass is that of a weight, and weights are many.
         gain = layer.weight_std**2 / layer.fan_in if is_first else 0.0
-    if after.facts.recording is not None and gain:
-        warn(
-            f"the tangent kernel of the members' matrices of {name} stays random at rank "
-            f"{site.rank}, with a relative variance of 2/{site.rank} on the diagonal; "
-            "ntk_individual is its mean."
-        )
     if not after.facts.tracked or not gain:
         return after
     tangents = signal * (site.rank * gain)

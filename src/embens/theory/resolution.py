@@ -1,4 +1,4 @@
-"""Resolution of a quadrature: nodes of a modulation with their numbers of Hermite terms."""
+"""Resolution of a quadrature: nodes of a modulation with a count of Hermite terms each."""
 
 from __future__ import annotations
 

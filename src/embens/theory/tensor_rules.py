@@ -25,6 +25,7 @@ from embens.theory.axis_order import (
     reshape,
     select_token,
 )
+from embens.theory.missing_rules import no_rule
 from embens.theory.moments import MEASURE
 from embens.theory.pixels import AVERAGES
 from embens.theory.recursion import propagate
@@ -59,16 +60,6 @@ _MEAN = {torch.mean, "mean"}
 _MATMUL = {operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"}
 _SOFTMAX = {torch.softmax, F.softmax, "softmax"}
 _FILL = {torch.masked_fill, "masked_fill", "masked_fill_"}
-_MAXIMUM = {
-    F.max_pool1d,
-    F.max_pool2d,
-    F.max_pool3d,
-    torch.max,
-    torch.amax,
-    torch.maximum,
-    "max",
-    "amax",
-}
 _MODULES: dict[Any, type[nn.Module]] = {
     torch.relu: nn.ReLU,
     F.relu: nn.ReLU,
@@ -131,7 +122,7 @@ class Operations:
         """
         after = self._apply(node, args, kwargs)
         if after is None:
-            raise self._no_rule(node)
+            raise no_rule(node)
         return after
 
     def _apply(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -197,13 +188,13 @@ class Operations:
                 return add_streams(first, second)
             if target in _MULTIPLY:
                 return multiply_streams(first, second)
-            raise self._no_rule(node)
+            raise no_rule(node)
         stream, number = (first, second) if isinstance(first, Stream) else (second, first)
         if not isinstance(number, int | float) or target in _ADD:
-            raise self._no_rule(node)
+            raise no_rule(node)
         if target in _DIVIDE:
             if stream is second:
-                raise self._no_rule(node)
+                raise no_rule(node)
             number = 1 / number
         return stream.map(lambda state: scaled(state, number**2))
 
@@ -229,7 +220,7 @@ class Operations:
             value = kwargs.get("value", args[2] if len(args) > 2 else None)
             if isinstance(value, int | float):
                 return scores.masked(fill_mask(second, value))
-        raise self._no_rule(node)
+        raise no_rule(node)
 
     def apply_module(self, node: torch.fx.Node, module: nn.Module, value: Scores | Weights) -> Any:
         """Apply the rule of a module to scores or weights of attention.
@@ -248,7 +239,7 @@ class Operations:
         is_idle = isinstance(module, nn.Dropout) and not (module.p and module.training)
         if is_idle or isinstance(module, nn.Identity):
             return value
-        raise self._no_rule(node)
+        raise no_rule(node)
 
     def _last_axis(self, node: torch.fx.Node) -> int:
         return len(self.shapes[node]) - 1
@@ -259,7 +250,7 @@ class Operations:
             return attend(args[0], args[1])
         if _is_idle_dropout(node.target, kwargs):
             return args[0]
-        raise self._no_rule(node)
+        raise no_rule(node)
 
     def _scaled_attention(
         self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]
@@ -271,7 +262,7 @@ class Operations:
         streams = (queries, keys, values)
         known = set(options) <= set(names) and not options.get("dropout_p")
         if not known or not all(isinstance(value, Stream) for value in streams):
-            raise self._no_rule(node)
+            raise no_rule(node)
         transposed = keys.map(lambda s: s.replace(features_last=not s.features_last))
         scores = score(queries, transposed)
         scale = options.get("scale")
@@ -286,7 +277,7 @@ class Operations:
         elif isinstance(mask, Tensor):
             scores = scores.masked(add_mask(mask))
         elif mask is not None:
-            raise self._no_rule(node)
+            raise no_rule(node)
         weights = normalise_scores(scores)
         return attend(weights, values.at(weights.depth))
 
@@ -362,23 +353,7 @@ class Operations:
             return shape[args[1]] if len(args) > 1 else shape
         if args[1] == "shape":
             return shape
-        raise self._no_rule(node)
-
-    def _no_rule(self, node: torch.fx.Node) -> TypeError:
-        """Return the error that names the operation, the line of code and the rule to write."""
-        name = getattr(node.target, "__name__", node.target)
-        if node.target in _MAXIMUM:
-            return TypeError(
-                "max pooling has no limit here: the maximum of correlated units is not Gaussian "
-                f"and has no kernel in closed form.{line_of(node)} Use average pooling, or write "
-                "it as an nn.Module and give that a rule with embens.theory.propagate.register. "
-                + MEASURE
-            )
-        return TypeError(
-            f"the infinite-width limit of the operation {name!r} is not known.{line_of(node)} "
-            "Write it as an nn.Module and give that a rule with embens.theory.propagate.register. "
-            + MEASURE
-        )
+        raise no_rule(node)
 
 
 def mixes_pixels_anywhere(nodes: list[torch.fx.Node], network: nn.Module) -> bool:
@@ -407,13 +382,3 @@ def _constant(value: Any) -> Any:
 
 def _is_idle_dropout(target: Any, kwargs: dict[str, Any]) -> bool:
     return target in (F.dropout, F.dropout2d) and not kwargs.get("training", True)
-
-
-def line_of(node: torch.fx.Node) -> str:
-    """Return the line of the user's code that made a node, as the end of a sentence."""
-    lines = (node.stack_trace or "").splitlines()
-    for index in range(len(lines) - 2, -1, -1):
-        is_frame = lines[index].lstrip().startswith("File ")
-        if is_frame and "/torch/" not in lines[index]:
-            return f" It is at {lines[index].strip()}: {lines[index + 1].strip()}."
-    return ""

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from embens.theory.missing_rules import line_of, with_line
 from embens.theory.moments import MEASURE, Moments, State, describe
 from embens.theory.recursion import has_rule, propagate, unknown
 from embens.theory.scores import Scores, Weights
 from embens.theory.streams import Part, Stream, merged
-from embens.theory.tensor_rules import Concrete, Operations, line_of
+from embens.theory.tensor_rules import Concrete, Operations
 
 ALL_PAIRS = 10**9
 """Number of poolings to come that keeps all pairs of pixels."""
@@ -151,7 +152,7 @@ class Walk:
             try:
                 values[node] = self._value(node, args, kwargs, state, depth)
             except (TypeError, ValueError) as error:
-                raise _with_line(error, node) from error
+                raise with_line(error, node) from error
             for value in _flat([values[node]]):
                 if isinstance(value, Stream | Scores | Weights):
                     depth = max(depth, value.depth)
@@ -261,11 +262,3 @@ def _renumbered(values: Any, depth: int) -> Any:
         return value.at(depth) if isinstance(value, Stream | Scores) else value
 
     return _map(values, renumber)
-
-
-def _with_line(error: Exception, node: torch.fx.Node) -> Exception:
-    """Return an error with the line of the user's code that made a node."""
-    line = line_of(node)
-    if line in str(error):
-        return error
-    return type(error)(f"{error}{line}")

@@ -25,6 +25,7 @@ from embens.ensemble.attributes import (
     read_attributes,
     restore_attributes,
 )
+from embens.ensemble.separation import expand_buffers, separate_buffers
 from embens.fields import Fields, refusal
 from embens.files import Format, Refused, is_format, locked, read_tree, refusing, write_tree
 from embens.training.callbacks import Callback
@@ -169,6 +170,7 @@ class Checkpoint(Callback):
                     json.dumps(content.get("run"))  # raises if there are tensors
                 self._check_identity(path, content.fields("run").values)
                 with refusing(path):
+                    _separate_buffers(run, template, content.get("state"))
                     check_state(run, template, content.get("state"), f"{path.name}: state")
                     check_step(path.name, content.get("state")["steps"])
                     if "attributes" in content.values:
@@ -199,6 +201,24 @@ class Checkpoint(Callback):
             if FILE_NAME.fullmatch(path.name) and path.is_file():
                 files.append(path)
         return sorted(files, reverse=True)
+
+
+def _separate_buffers(run: Run, template: dict[str, Any], state: Any) -> None:
+    """Separate the buffers that members had separately in a saved run, also in the template.
+
+    Members get separate buffers when a forward changes them for the first time, which may be later
+    than the good weights of the run.
+    """
+    weights = state.get("ensemble") if isinstance(state, dict) else None
+    if not isinstance(weights, dict):
+        return
+    start = "individual."
+    names = [key.removeprefix(start) for key in map(str, weights) if key.startswith(start)]
+    separate_buffers(run.ensemble, names)
+    template["ensemble"] = run.ensemble.state_dict()
+    for name in ("best_weights", "good_weights"):
+        if isinstance(state.get(name), dict):
+            expand_buffers(run.ensemble, state[name])
 
 
 def _set_aside(path: Path) -> None:

@@ -156,14 +156,15 @@ def _check_optimizer(run: Run, template: dict[str, Any], fields: Fields) -> None
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     states = fields.fields("state")
     is_stock = type(run.optimizer).__module__.startswith("torch.optim")
-    first: dict[str, Any] = {}  # the first state: stock optimizers have the same for all
+    # The first state of each number of axes: stock optimizers have the same for all of these.
+    firsts: dict[int, dict[str, Any]] = {}
     for index, values in states.values.items():
         if not is_whole(index) or not 0 <= index < len(parameters):
             raise refusal(f"{states.place}: the index of a parameter", "known", index)
         state = Fields(values, f"{states.place}.{index}")
         if not is_stock:
             continue
-        first = first or state.values
+        first = firsts.setdefault(parameters[index].dim(), state.values)
         if state.values.keys() != first.keys():
             raise refusal(state.place, f"a dictionary with {list(first)}", list(state.values))
         for name, value in state.values.items():

@@ -9,8 +9,7 @@ import pandas
 import pytest
 import torch
 
-from reproduction.figures import compare
-from reproduction.figures.compare import (
+from reproduction.competitors import (
     ONE,
     SEPARATE,
     SIGNS,
@@ -19,6 +18,7 @@ from reproduction.figures.compare import (
     TWO_NETWORKS,
     WIDE,
 )
+from reproduction.figures import compare
 from reproduction.grid.cells import Cell, cells_of
 from reproduction.grid.settings import PRESETS, build_reference
 from reproduction.problems import load_problem
@@ -69,6 +69,7 @@ def table_of(losses):
 
 
 LOSSES = {(ONE, 1): 9.0, (ONE, 2): 0.5, (ONE, 4): 0.1, (SIGNS[0], 1): 0.0, (SIGNS[0], 2): 0.4}
+WITH_NETWORKS = {**LOSSES, (TWO_NETWORKS, 2): 0.3}
 
 
 def test_systems_are_compared_at_budgets_of_both():
@@ -84,14 +85,16 @@ def test_the_trend_is_a_slope_per_doubling():
     assert compare.trend_of_advantage(rows) == pytest.approx(0.1)
 
 
-def test_the_summary_states_the_difference_at_the_largest_budget():
+def test_the_summary_states_the_values_of_the_strongest_competitors_at_the_largest_budget():
     figure = compare.summary(table_of(LOSSES))
     check_figure(figure)
     titles = [panel.title for panel in figure.panels]
-    assert titles[0] == "accuracy: two members +10.0 points against one network at 2 ×"
-    assert titles[1] == "log loss: two members -0.10 against one network at 2 ×"
+    assert titles[0] == "accuracy at 2 ×: two members 60.0%, one network 50.0%"
+    assert titles[1] == "log loss at 2 ×: two members 0.40, one network 0.50"
     assert "guessing: 2.77" in figure.panels[1].y_label
     assert [curve.label for curve in figure.panels[0].curves] == [ONE, SIGNS[0]]
+    titles = [panel.title for panel in compare.summary(table_of(WITH_NETWORKS)).panels]
+    assert titles[2].endswith("two members 0.40, two networks 0.30, one network 0.50")
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 8])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
+from unittest import mock
 
 import pandas
 import pytest
@@ -40,6 +42,15 @@ def publish(folder, cells):
     return results
 
 
+@pytest.fixture(scope="module")
+def published_folder(tmp_path_factory):
+    """A published folder of one member, which tests copy."""
+    folder = tmp_path_factory.mktemp("published") / "transition" / "quick"
+    with mock.patch.object(claims, "BOOTSTRAP_SAMPLES", 10):
+        publish(folder, select([1]))
+    return folder
+
+
 def open_published(folder, setting=problem.SETTING):
     return open_results(folder, "transition", setting)
 
@@ -72,17 +83,19 @@ def test_records_of_the_table_are_those_of_the_run_to_six_digits(tmp_path):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9, nan_ok=True)
 
 
-def test_results_of_the_folder_come_before_the_table(tmp_path):
+def test_results_of_the_folder_come_before_the_table(published_folder, tmp_path):
     folder = tmp_path / "transition" / "quick"
-    publish(folder, select([1]))
+    shutil.copytree(published_folder, folder)
     key = key_of(select([1])[0])
     Results(folder).add({"key": key, "rows": [{"accuracy": 2.0}]})
     assert open_published(folder).records[key]["rows"] == [{"accuracy": 2.0}]
 
 
-def test_a_table_of_another_setting_or_other_code_is_not_used(tmp_path, monkeypatch):
+def test_a_table_of_another_setting_or_other_code_is_not_used(
+    published_folder, tmp_path, monkeypatch
+):
     folder = tmp_path / "transition" / "quick"
-    publish(folder, select([1]))
+    shutil.copytree(published_folder, folder)
     longer = replace(problem.SETTING, epochs=2)
     assert published_records(folder, "transition", longer) == []
     assert published_records(folder, "transition", problem.SETTING)
@@ -90,9 +103,9 @@ def test_a_table_of_another_setting_or_other_code_is_not_used(tmp_path, monkeypa
     assert published_records(folder, "transition", problem.SETTING) == []
 
 
-def test_a_table_without_its_identity_is_not_used(tmp_path):
+def test_a_table_without_its_identity_is_not_used(published_folder, tmp_path):
     folder = tmp_path / "transition" / "quick"
-    publish(folder, select([1]))
+    shutil.copytree(published_folder, folder)
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     for name in ("codes", "cell_setting", "sha256"):
@@ -102,9 +115,9 @@ def test_a_table_without_its_identity_is_not_used(tmp_path):
     assert published_records(tmp_path, "transition", problem.SETTING) == []
 
 
-def test_an_edited_table_is_refused(tmp_path):
+def test_an_edited_table_is_refused(published_folder, tmp_path):
     folder = tmp_path / "transition" / "quick"
-    publish(folder, select([1]))
+    shutil.copytree(published_folder, folder)
     path = folder / "table.csv"
     path.write_text(path.read_text() + "\n")
     with pytest.raises(DamagedFileError, match=r"table\.csv does not match"):
@@ -115,8 +128,8 @@ def test_an_edited_table_is_refused(tmp_path):
     assert published.borrowed_records(folder, select([1])) == []
 
 
-def test_published_baselines_serve_other_experiments(tmp_path):
-    publish(tmp_path / "transition" / "quick", select([1]))
+def test_published_baselines_serve_other_experiments(published_folder, tmp_path):
+    shutil.copytree(published_folder, tmp_path / "transition" / "quick")
     baseline = select([1])[-1]
     assert baseline.experiment == "baselines"
     results = Results(tmp_path / "widths" / "quick")

@@ -16,6 +16,6 @@ def make(out, *names, kind="mixed"):
     for name in names:
         rows = importlib.import_module(f"tests.reproduction.figures.test_{name}").rows
         table = battery.table(name, rows, kind, seeds=2)
-        with mock.patch.object(claims, "BOOTSTRAP_SAMPLES", 20):
+        with mock.patch.object(claims, "BOOTSTRAP_SAMPLES", 5):
             write_summary(Results(out / name / "quick"), name, PRESETS["quick"], table)
     return out
