@@ -490,8 +490,8 @@ class EmbeddedEnsemble(nn.Module):
             index = self._folding_index(ranks, constants, modes)
             return self.foldings[index].folded, arguments
         folding = self._find_folding(ranks, constants, modes)
-        if not folding.is_verified:
-            folding.verify(self, inputs, kwargs, arguments)
+        if not folding.is_checked:
+            folding.crosscheck(self, inputs, kwargs, arguments)
         return folding.folded, arguments
 
     def _find_folding(
@@ -797,7 +797,7 @@ class _Folding:
         self.guard: Any = None
         self.folded: Folded | None = None
         self.reason = ""
-        self.is_verified = True  # torch's own modules need no comparison
+        self.is_checked = True  # torch's own modules need no comparison
         ensemble.refresh_layers()
         try:
             _refuse_parametrizations(ensemble.reference)
@@ -812,12 +812,12 @@ class _Folding:
             if has_user_code(ensemble.reference):
                 self.guard = Guard(ensemble.reference)
                 self.guard.refuse_reading(changed)
-                self.is_verified = False
+                self.is_checked = False
         except (Unfoldable, Unwatchable) as error:
             self.folded = None
             self.reason = str(error)
 
-    def verify(
+    def crosscheck(
         self,
         ensemble: EmbeddedEnsemble,
         inputs: tuple[Any, ...],
@@ -832,17 +832,15 @@ class _Folding:
             kwargs: its keyword arguments.
             arguments: its tensor arguments.
         """
-        from embens.ensemble.verification import find_difference
+        from embens.ensemble.crosscheck import find_difference
 
         assert self.folded is not None
-        self.is_verified = True
+        self.is_checked = True
         per_member, _, precision = self.modes
         if per_member:
             inputs = tree_map_only(Tensor, lambda x: x[0], inputs)
             arguments = [x[0] for x in arguments]
-        difference = find_difference(
-            ensemble, self.folded, inputs, kwargs, arguments, precision
-        )
+        difference = find_difference(ensemble, self.folded, inputs, kwargs, arguments, precision)
         if difference:
             self.folded = None
             self.reason = difference

@@ -139,8 +139,8 @@ def _compare(outputs: Any, expected: Any, precision: torch.dtype | None) -> str:
 def _agree(output: Tensor, expected: Tensor, precision: torch.dtype | None) -> bool:
     """Return whether two tensors are equal up to rounding, relative to the largest value."""
     epsilon = torch.finfo(output.dtype).eps
-    if precision:
-        epsilon = max(epsilon, torch.finfo(torch.bfloat16).eps)
+    if precision is not None:
+        epsilon = max(epsilon, torch.finfo(precision).eps)
     tolerance = min(LARGEST_TOLERANCE, ROUNDING * epsilon**0.5)
     if output.is_complex():
         output, expected = torch.view_as_real(output), torch.view_as_real(expected)
