@@ -7,7 +7,7 @@ sweeps cells, measures each cell, tests the paper's claims on the resulting tabl
 * :mod:`reproduction.training`: how an ensemble of a cell is trained and scored.
 * :mod:`reproduction.baselines`: one network and separate networks at their best learning rate.
 * :mod:`reproduction.claims`: claims as statistics with confidence intervals and verdicts.
-* :mod:`reproduction.drawing`: figures as data, drawn by matplotlib.
+* :mod:`reproduction.drawing`: figures as data, which :mod:`reproduction.canvas` draws.
 * :mod:`reproduction.datasets`: data sets and downloads.
 * :mod:`reproduction.report`: HTML pages of results.
 * :mod:`reproduction.systems`: other ensemble methods that embedded ensembles are compared with.

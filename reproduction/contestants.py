@@ -2,7 +2,7 @@
 
 Every contestant is a module with outputs ``(member, batch, class)``. Families of embens are
 embedded ensembles and trained by :func:`reproduction.training.train`; the systems of
-:mod:`reproduction.systems` have training loops of their own.
+:mod:`reproduction.systems` have separate training loops.
 """
 
 import math

@@ -170,33 +170,7 @@ def _make_strata(table: Frame, axes: Sequence[str]) -> tuple[list[_Stratum], lis
     numeric = table.select_dtypes("number").columns
     columns = [column for column in numeric if column not in (*axes, "seed", "diverged")]
     values = _to_pooled_scale(table, columns)
-    diverged = numpy.zeros(len(table))
-    if "diverged" in table:
-        diverged = table["diverged"].fillna(0.0).to_numpy()
-    positions_of_cell: dict[Any, dict[Any, list[int]]] = {}
-    cell_keys = table[axes].astype(object).where(table[axes].notna(), None)
-    for position, (cell, seed) in enumerate(
-        zip(cell_keys.itertuples(index=False, name=None), table["seed"], strict=True)
-    ):
-        positions_of_cell.setdefault(cell, {}).setdefault(seed, []).append(position)
-    seeds = sorted(table["seed"].unique())
-    complete: dict[Any, list[Any]] = {}
-    partial: dict[Any, list[_PartialCell]] = {}
-    for by_seed in positions_of_cell.values():
-        row_counts = {len(positions) for positions in by_seed.values()}
-        if len(row_counts) > 1:
-            continue
-        numbers = [number for number, seed in enumerate(seeds) if seed in by_seed]
-        positions = numpy.array([by_seed[seeds[number]] for number in numbers])
-        if diverged[positions].any():
-            continue
-        is_defined = numpy.isfinite(values[positions]).all(axis=0)
-        key = (is_defined.shape, is_defined.tobytes())
-        if len(numbers) == len(seeds):
-            complete.setdefault(key, []).append(positions)
-        else:
-            cell = _PartialCell(positions, numbers, values[positions].mean(axis=0))
-            partial.setdefault(key, []).append(cell)
+    complete, partial = _group_cells(table, axes, values)
     unknown: list[int] = []
     for key in partial.keys() - complete.keys():
         cells = partial.pop(key)
@@ -210,6 +184,50 @@ def _make_strata(table: Frame, axes: Sequence[str]) -> tuple[list[_Stratum], lis
         cells = partial.get(key, [])
         strata.append(_make_stratum(numpy.stack(positions), columns, values, cells))
     return strata, unknown
+
+
+def _group_cells(
+    table: Frame, axes: Sequence[str], values: Any
+) -> tuple[dict[Any, list[Any]], dict[Any, list[_PartialCell]]]:
+    """Return the positions of cells with all seeds, and the other cells, both by stratum.
+
+    The key of a stratum says how many rows a cell has, and which columns are defined in them.
+    """
+    import numpy
+
+    diverged = numpy.zeros(len(table))
+    if "diverged" in table:
+        diverged = table["diverged"].fillna(0.0).to_numpy()
+    seeds = sorted(table["seed"].unique())
+    complete: dict[Any, list[Any]] = {}
+    partial: dict[Any, list[_PartialCell]] = {}
+    for by_seed in _positions_of_cells(table, axes):
+        row_counts = {len(positions) for positions in by_seed.values()}
+        if len(row_counts) > 1:
+            continue
+        indices = [index for index, seed in enumerate(seeds) if seed in by_seed]
+        positions = numpy.array([by_seed[seeds[index]] for index in indices])
+        if diverged[positions].any():
+            continue
+        is_defined = numpy.isfinite(values[positions]).all(axis=0)
+        key = (is_defined.shape, is_defined.tobytes())
+        if len(indices) == len(seeds):
+            complete.setdefault(key, []).append(positions)
+        else:
+            cell = _PartialCell(positions, indices, values[positions].mean(axis=0))
+            partial.setdefault(key, []).append(cell)
+    return complete, partial
+
+
+def _positions_of_cells(table: Frame, axes: Sequence[str]) -> list[dict[Any, list[int]]]:
+    """Return for each cell the positions of its rows in the table by seed."""
+    positions_of_cell: dict[Any, dict[Any, list[int]]] = {}
+    cell_keys = table[axes].astype(object).where(table[axes].notna(), None)
+    for position, (cell, seed) in enumerate(
+        zip(cell_keys.itertuples(index=False, name=None), table["seed"], strict=True)
+    ):
+        positions_of_cell.setdefault(cell, {}).setdefault(seed, []).append(position)
+    return list(positions_of_cell.values())
 
 
 def _find_lender(key: Any, complete: dict[Any, list[Any]]) -> Any:

@@ -5,9 +5,9 @@ left out of training and serves as unknown inputs. Training costs include the ch
 rate, which is made in the same way for every system (the column tuning). Bayesian deep ensembles
 are not included, because they are made for squared errors of noisy targets.
 
-Every system gets the same reference network, data and epochs, and its own learning rate: the best
-of the same few by log loss on held-out samples. It is then trained on all samples. Test images are
-also disturbed by noise, blur, and lower contrast.
+Every system gets the same reference network, data and epochs, and the best of a few learning rates
+by log loss on held-out samples. It is then trained on all samples. Test images are also disturbed
+by noise, blur, and lower contrast.
 """
 
 import math

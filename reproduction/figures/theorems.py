@@ -20,11 +20,12 @@ from torch import Tensor
 from embens import EmbeddedEnsemble, embed, laws, networks
 from embens.finite import nngp, ntk, ntk_drift
 from embens.theory import gradient_descent, kernels
-from reproduction.claims import Claim, difference, slope
+from reproduction.claims import Claim, difference
+from reproduction.convergence import convergence_claims, coupling_claim, exponent_claim
 from reproduction.drawing import GREY, PALETTE, Figure, Panel, curves, panels, shades, state
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.grid.settings import load_data
-from reproduction.rows import Frame, Rows, Selection, where
+from reproduction.rows import Frame, Rows, where
 from reproduction.training import batch_ensemble, train
 
 CENTRED, SHIFTED = laws.Normal(), laws.Shifted(0.9)
@@ -259,64 +260,9 @@ def log_growth_of_drift(rows: Rows) -> float:
     return math.log(last_step(rows).mean("drift") / first_step.mean("drift"))
 
 
-def coupling_at_largest_width(rows: Rows, case: str) -> float:
-    """Return the tangent kernel between members relative to that within, at the largest width."""
-    return rows.where(part="kernels", case=case).last("units").mean("ntk_coupling")
-
-
-def exponent_claim(
-    statement: str,
-    measure: str,
-    paper: str,
-    selection: Selection,
-    column: str,
-    *,
-    above: float,
-    below: float,
-) -> Claim:
-    """Return a claim on the exponent of a column in the width."""
-    return Claim(
-        statement=statement,
-        measure=measure,
-        statistic=slope(selection, column, "units", log_y=True),
-        above=above,
-        below=below,
-        paper=paper,
-    )
-
-
-def convergence_claims(case: str) -> list[Claim]:
-    """Return the claims that the kernels converge for one case of laws."""
-    claims = []
-    for column, text in KERNEL_ERRORS.items():
-        claim = exponent_claim(
-            f"{case}: the squared error of the {text} falls as 1/width",
-            "exponent of the relative mean squared error in the width",
-            "kernels converge to their limit",
-            where(part="kernels", case=case),
-            column,
-            above=-1.5,
-            below=-0.5,
-        )
-        claims.append(claim)
-    return claims
-
-
-def coupling_claim(case: str, text: str, *, above: float, below: float) -> Claim:
-    """Return a claim on the coupling of members for one case of laws."""
-    return Claim(
-        statement=f"the tangent kernel between members {text}",
-        measure="between members relative to within, at the largest width",
-        statistic=partial(coupling_at_largest_width, case=case),
-        above=above,
-        below=below,
-        paper="zero if and only if E[u^L]=0",
-    )
-
-
 CLAIMS = [
-    *convergence_claims("centred"),
-    *convergence_claims("shifted"),
+    *convergence_claims("centred", KERNEL_ERRORS),
+    *convergence_claims("shifted", KERNEL_ERRORS),
     coupling_claim("centred", "vanishes if all modulations are centred", above=-0.02, below=0.02),
     coupling_claim(
         "last centred", "vanishes if only u of the last layer is centred", above=-0.02, below=0.02

@@ -26,7 +26,7 @@ from reproduction.datasets import DataSet, cifar100, digits
 
 NETWORKS, MODULATIONS, SIGNS = "networks", "modulations", "signs"
 DROPOUT, LAST_LAYER, LOW_RANK = "dropout", "last layer", "low rank"
-"""Families with a learning rate of their own; ``networks`` are single and separate ones."""
+"""Families with separate learning rates; ``networks`` are single and separate ones."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Setting:
         weight_std: Standard deviation of the weights in units of the parametrization.
         epochs: Number of epochs.
         batch_size: Samples per step.
-        lr: Learning rate of families without a rate of their own.
+        lr: Learning rate of families without a rate in ``rates``.
         rates: Learning rates of families as pairs ``(family, rate)``.
         weight_decay: Weight decay of the shared weights.
         augment: Largest shift of training images in pixels; they are flipped as well. 0: none.

@@ -573,7 +573,7 @@ def build(
     for site in spec.sites:
         example = next(modules[layers[site.layer].module].parameters())
         if site.fresh:
-            # Passes draw their own values; this raises early if the law cannot be drawn.
+            # Values are drawn at each pass; this raises early if the law cannot be drawn.
             sample_site(site, spec.members, example, torch.Generator())
             continue
         sample = sample_site(site, spec.members, example, generator)

@@ -14,7 +14,7 @@ from reproduction.drawing import Curve, Figure, Mark, Panel, complete, curves, g
 
 
 def test_a_point_is_a_mean_over_seeds_with_its_standard_error():
-    # Two rows of a seed are no two independent numbers.
+    # Rows of one seed are not independent.
     table = pandas.DataFrame(
         {
             "x": [1, 1, 1, 1, 2, 2],

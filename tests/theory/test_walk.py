@@ -325,6 +325,7 @@ REFUSED = {
     ),
     "inputs": (lambda s, x: s.c(s.a(x) + x[:, :4]), "finitely many units"),
     "constant": (lambda s, x: s.c(s.a(x) + 1.0), "operation 'add' is not known"),
+    "keyword": (lambda s, x: s.c(torch.relu(input=s.a(x))), "operation 'relu' is not known"),
     "control flow": (lambda s, x: s.c(s.a(x)) if x.sum() > 0 else x, "cannot be traced"),
 }
 

@@ -198,7 +198,7 @@ def _refuse_parameter(name: str) -> None:
 def _check_gradient(name: str, parameter: Tensor, before: Tensor, version: int) -> None:
     """Raise if a gradient was removed or set to zero; code may add to gradients."""
     after = parameter.grad
-    if after is before and after._version == version:
+    if after is before and before._version == version:
         return
     if after is None or not after.any():
         raise RuntimeError(

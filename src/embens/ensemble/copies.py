@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _TABLES = ("_parameters", "_buffers", "_modules", "parametrizations")
 _ATOMIC = (*PLAIN, nn.Module, FunctionType, MethodType, type)
-"""Values that have no contents of their own, or are followed elsewhere."""
+"""Values without contents, or whose contents are followed elsewhere."""
 
 _OWNED = (nn.Module, MethodType)
 _MISSING = object()

@@ -344,7 +344,7 @@ class EmbeddedEnsemble(nn.Module):
             The outputs with the members as a new first axis, ``(member, batch, …)``; for "split"
             those of the reference, ``(batch, …)``.
         """
-        # With a first argument of its own, torch.export takes the same dynamic_shapes as for
+        # With a named first argument torch.export takes the same dynamic_shapes as for
         # other modules.
         if x is not ...:
             inputs = (x, *inputs)
@@ -519,7 +519,7 @@ class EmbeddedEnsemble(nn.Module):
     def _bind_call(
         self, inputs: tuple, kwargs: dict
     ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return tensor arguments and other arguments by name; None if they cannot be told."""
+        """Return tensor arguments and other arguments by name; None if they are not fixed."""
         if self.argument_names is None:
             self.argument_names = _argument_names(self.reference)
         if len(inputs) > len(self.argument_names):

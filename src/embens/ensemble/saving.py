@@ -105,7 +105,7 @@ def model_card(
         ensemble: The ensemble.
         base: Where the reference comes from.
         results: Metrics for the table.
-        has_shared: Whether the file beside it holds the shared parameters.
+        has_shared: Whether the ensemble's file holds the shared parameters.
     """
     spec = ensemble.spec
     network = type(ensemble.reference).__name__

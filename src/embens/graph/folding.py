@@ -7,8 +7,8 @@ multiplies each block by the member's values.
 
 :func:`fold` writes two graphs. The *prefix* computes everything before the first modulation, once
 for all members, except a thin first convolution (:data:`THIN_CONVOLUTION`). The *suffix* computes
-the rest for a chunk of members. Weights of the reference and
-values of the members are inputs of the graphs, so the graphs have no state.
+the rest for a chunk of members. Weights of the reference and values of the members are inputs of
+the graphs, so the graphs have no state.
 """
 
 import inspect
@@ -477,7 +477,7 @@ class Rewriter:
             dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
             is_random = dropout != 0.0
         if is_random:
-            # Every member draws its own numbers.
+            # Random values differ between members.
             self._refuse_shared_change(node, is_changing)
             value = replace(value, domain=Domain.MEMBER)
         self.emit(node, value)

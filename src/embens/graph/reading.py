@@ -53,6 +53,10 @@ _TRACING = threading.Lock()
 """torch.fx replaces ``nn.Module.__call__`` for all threads while it traces."""
 
 
+_PLAIN: tuple[Any, ...] = (int, float, complex, str)
+"""Types of constants whose text in a graph is Python code."""
+
+
 class Tracer(torch.fx.Tracer):
     """A torch.fx tracer with parameter layers, attentions and modules of torch as leaves.
 
@@ -135,7 +139,7 @@ class Tracer(torch.fx.Tracer):
         if "numpy" in sys.modules and isinstance(a, sys.modules["numpy"].generic):
             a = a.item()
         # The text of a graph can hold plain numbers only, not those of a class such as IntEnum.
-        for kind in (int, float, complex, str):
+        for kind in _PLAIN:
             if isinstance(a, kind) and type(a) not in (bool, kind):
                 a = kind(a)
         return super().create_arg(a)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.fx.proxy import TraceError
+from torch.fx.proxy import Attribute, TraceError
 
 from embens.graph.guards import Guard
 from embens.graph.misreadings import OutsideGraph, Untraceable, refused_misreadings
@@ -111,7 +111,7 @@ for _name in sorted(IN_PLACE_OPERATORS - {"setitem", "delitem"}):
     setattr(SymbolicValue, f"__{_name}__", _in_place(_name))
 
 
-class SymbolicAttribute(torch.fx.proxy.Attribute, SymbolicValue):
+class SymbolicAttribute(Attribute, SymbolicValue):
     """An attribute or a method of a symbolic value."""
 
     def __getattr__(self, name: str) -> Any:

@@ -128,7 +128,7 @@ class Operations:
     def _apply(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Apply the rule of an operation; return None where it has none."""
         target: Any = node.target
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if isinstance(first, Scores):
             return self._scores(node, args, kwargs)
         if isinstance(first, Weights):
@@ -139,12 +139,14 @@ class Operations:
             return self._arithmetic(node, args)
         if target in _CONCATENATE:
             return self._concatenate(node, args, kwargs)
-        if target in _SPLIT:
-            return self._split(node, first)
         if target is F.scaled_dot_product_attention:
             return self._scaled_attention(node, args, kwargs)
         if target is operator.getitem and isinstance(first, list):
             return first[args[1]]
+        if not isinstance(first, Stream):
+            return None  # a stream as a keyword argument, or in another place
+        if target in _SPLIT:
+            return self._split(node, first)
         if target is operator.getitem:
             return self._select(node, first, args[1])
         if target in _UNCHANGED or _is_idle_dropout(target, kwargs):
@@ -257,9 +259,9 @@ class Operations:
     ) -> Stream:
         """Apply the rule of ``F.scaled_dot_product_attention``."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-        options = {**dict(zip(names, args, strict=False)), **kwargs}
-        queries, keys, values = (options.get(name) for name in names[:3])
-        streams = (queries, keys, values)
+        options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        streams: list[Any] = [options.get(name) for name in names[:3]]
+        queries, keys, values = streams
         known = set(options) <= set(names) and not options.get("dropout_p")
         if not known or not all(isinstance(value, Stream) for value in streams):
             raise no_rule(node)

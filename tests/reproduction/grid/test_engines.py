@@ -1,4 +1,4 @@
-"""Engines give the same numbers, and no worker or node is missed for long."""
+"""All engines give the same results, and lost workers and nodes are replaced."""
 
 from __future__ import annotations
 

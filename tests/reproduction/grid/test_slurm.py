@@ -44,7 +44,7 @@ def start(tmp_path):
             **variables,
         }
         command = ["bash", str(SCRIPTS / script), *arguments]
-        # A session of its own, so that the whole job can be ended.
+        # A new session, so that all its processes can be ended together.
         return subprocess.Popen(command, env=environment, start_new_session=True)
 
     return start
