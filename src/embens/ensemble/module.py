@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embens import optim
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
@@ -489,7 +489,10 @@ class EmbeddedEnsemble(nn.Module):
         if torch.compiler.is_compiling():
             index = self._folding_index(ranks, constants, modes)
             return self.foldings[index].folded, arguments
-        return self._find_folding(ranks, constants, modes).folded, arguments
+        folding = self._find_folding(ranks, constants, modes)
+        if not folding.is_checked:
+            folding.crosscheck(self, inputs, kwargs, arguments)
+        return folding.folded, arguments
 
     def _find_folding(
         self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
@@ -794,6 +797,7 @@ class _Folding:
         self.guard: Any = None
         self.folded: Folded | None = None
         self.reason = ""
+        self.is_checked = True  # torch's own modules need no comparison
         ensemble.refresh_layers()
         try:
             _refuse_parametrizations(ensemble.reference)
@@ -808,9 +812,38 @@ class _Folding:
             if has_user_code(ensemble.reference):
                 self.guard = Guard(ensemble.reference)
                 self.guard.refuse_reading(changed)
+                self.is_checked = False
         except (Unfoldable, Unwatchable) as error:
             self.folded = None
             self.reason = str(error)
+
+    def crosscheck(
+        self,
+        ensemble: EmbeddedEnsemble,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arguments: list[Tensor],
+    ) -> None:
+        """Compare one member with a plain network; on a difference the ensemble runs merged.
+
+        Args:
+            ensemble: the ensemble.
+            inputs: positional arguments of the first call.
+            kwargs: its keyword arguments.
+            arguments: its tensor arguments.
+        """
+        from embens.ensemble.crosscheck import find_difference
+
+        assert self.folded is not None
+        self.is_checked = True
+        per_member, _, precision = self.modes
+        if per_member:
+            inputs = tree_map_only(Tensor, lambda x: x[0], inputs)
+            arguments = [x[0] for x in arguments]
+        difference = find_difference(ensemble, self.folded, inputs, kwargs, arguments, precision)
+        if difference:
+            self.folded = None
+            self.reason = difference
 
     def fits(
         self,
