@@ -384,7 +384,11 @@ def modes() -> list:
 
 @pytest.mark.parametrize(("family", "training"), modes())
 @pytest.mark.parametrize("run", RIGHT, ids=lambda run: run.__name__)
-@pytest.mark.filterwarnings("ignore:the data flow of", "ignore:members do not differ in")
+@pytest.mark.filterwarnings(
+    "ignore:the data flow of",
+    "ignore:members do not differ in",
+    "ignore:the forward of the reference changes",
+)
 def test_members_are_right_whatever_the_code_does(run, family, training):
     torch.manual_seed(0)
     reference = Net(run).double()
