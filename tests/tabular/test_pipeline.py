@@ -104,9 +104,11 @@ class TestTimeLimit:
         assert max(slowed) < 300  # of 450
         assert seconds < 4.5
 
+    # A busy machine may leave too little time to learn anything.
+    @pytest.mark.filterwarnings("ignore:The training was too short")
     def test_there_is_no_search_if_the_training_itself_is_cut_short(self, monkeypatch):
         monkeypatch.setattr(pipeline, "search", None)  # would raise if it were called
-        self.fit(300, 3.0, tune=True)
+        self.fit(300, 1.0, tune=True)
 
 
 def test_an_ensemble_that_is_worse_than_a_constant_is_reported():
