@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from embens.ensemble.changes import mark_of
+from embens.ensemble.copies import is_transformed
 from embens.ensemble.merged import (
     computed_tensors,
     member_tensors,
@@ -125,8 +126,7 @@ def find_difference(
     """
     state = [getattr(module, name) for module, name in folded.tensors]
     tensors = (*state, *arguments)
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by torch.func
-    if is_transformed or not all(_is_comparable(tensor) for tensor in tensors):
+    if is_transformed() or not all(_is_comparable(tensor) for tensor in tensors):
         raise _Undecided
     generator_state = ensemble.generator_state
     # Modes of torch may count operations, or record them in a graph.

@@ -166,7 +166,9 @@ class CSVLog(Callback):
         try:
             lines = self.path.read_text().splitlines(keepends=True)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path} is not a table of this run; use another file.") from error
+            raise ValueError(
+                f"{self.path} is not a table of this run; use another file."
+            ) from error
         if lines and lines[0] != header:
             raise ValueError(f"{self.path} has other columns than this run; use another file.")
         place = header.rstrip("\n").split(",").index("epoch")
