@@ -1,6 +1,8 @@
 """The first call of a folded form compares one member with a plain network."""
 
 import operator
+import random
+import threading
 
 import pytest
 import torch
@@ -98,3 +100,134 @@ def test_outputs_that_are_infinite_or_nan_in_both_forms_agree():
     ensemble = embens.embed(Network().eval(), 2, pre=laws.Constant(), post=laws.Constant())
     ensemble(torch.tensor([[float("nan")] * 6, [float("inf")] * 6, [1.0] * 6]))
     assert ensemble.executor == "folded"
+
+
+def test_a_first_call_that_fails_does_not_decide_how_later_calls_run():
+    ensemble = embed()
+    with pytest.raises(RuntimeError):
+        ensemble(torch.randn(5, 4))
+    ensemble(torch.randn(5, 6))
+    assert ensemble.executor == "folded"
+
+
+@pytest.mark.parametrize("first", [torch.full((5, 6), torch.nan), torch.zeros(0, 6)])
+def test_outputs_that_say_nothing_are_compared_again(first):
+    ensemble = embed(MISREAD["identity of sizes"])
+    ensemble(first)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x))
+
+
+class Choice(Network):
+    """Returns integers or booleans."""
+
+    def __init__(self, choose):
+        super().__init__(MISREAD["identity of sizes"])
+        self.choose = choose
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.last(torch.tanh(self.first(x)))
+        if self.condition(self.first(x)):
+            h = -h
+        return self.choose(h)
+
+
+@pytest.mark.parametrize("choose", [lambda h: h.argmax(1), lambda h: h > 0])
+def test_integers_are_compared(choose):
+    ensemble = embens.batch_ensemble(Choice(choose).eval(), members=3)
+    x = torch.randn(20, 6)
+    assert torch.equal(ensemble(x)[2], ensemble.member(2)(x))
+
+
+def test_transforms_of_torch_func_may_be_the_first_call():
+    ensemble, x = embed(), torch.randn(4, 6)
+    parameters = dict(ensemble.named_parameters())
+
+    def loss(parameters, row):
+        return torch.func.functional_call(ensemble, parameters, (row[None],)).sum()
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    ensemble(x).sum().backward()
+    for name, parameter in ensemble.named_parameters():
+        torch.testing.assert_close(gradients[name].sum(0), parameter.grad)
+
+
+def test_a_call_in_a_transform_leaves_the_comparison_to_the_next_call():
+    ensemble, x = embed(MISREAD["identity of sizes"]), torch.randn(5, 6)
+    torch.func.vmap(ensemble)(x[None])
+    torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x))
+
+
+def test_the_comparison_is_not_recorded():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    ensemble, x = embed(), torch.randn(5, 6)
+    first = make_fx(ensemble)(x)
+    second = make_fx(ensemble)(x)
+    assert len(first.graph.nodes) == len(second.graph.nodes)
+
+
+def test_generators_of_other_devices_are_not_seeded(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    embed(training=True)(torch.randn(5, 6))
+    assert seeds == []
+
+
+def test_random_generators_of_python_stay_unchanged(monkeypatch):
+    from embens.ensemble import crosscheck
+
+    plain_network = crosscheck.plain_network
+
+    def drawing(*args, **kwargs):
+        random.random()
+        return plain_network(*args, **kwargs)
+
+    monkeypatch.setattr(crosscheck, "plain_network", drawing)
+    state = random.getstate()
+    embed()(torch.randn(5, 6))
+    assert random.getstate() == state
+
+
+def test_parameters_are_not_copied(monkeypatch):
+    from embens.ensemble import crosscheck
+
+    addresses = []
+    plain_network = crosscheck.plain_network
+
+    def recording(*args, **kwargs):
+        network = plain_network(*args, **kwargs)
+        addresses.append(network.norm.weight.data_ptr())
+        return network
+
+    monkeypatch.setattr(crosscheck, "plain_network", recording)
+    ensemble = embed(training=True)
+    ensemble(torch.randn(5, 6)).sum().backward()
+    assert addresses == [ensemble.reference.norm.weight.data_ptr()]
+
+
+def test_threads_wait_for_the_comparison(monkeypatch):
+    from embens.ensemble import crosscheck
+
+    compare, started, finish = crosscheck.find_difference, threading.Event(), threading.Event()
+
+    def slowly(*args):
+        started.set()
+        finish.wait(10)
+        return compare(*args)
+
+    monkeypatch.setattr(crosscheck, "find_difference", slowly)
+    ensemble, x = embed(MISREAD["identity of sizes"]), torch.randn(5, 6)
+    outputs = []
+    threads = [threading.Thread(target=lambda: outputs.append(ensemble(x))) for _ in range(2)]
+    threads[0].start()
+    started.wait(10)
+    threads[1].start()
+    threads[1].join(0.5)
+    assert outputs == []
+    finish.set()
+    for thread in threads:
+        thread.join()
+    expected = ensemble.member(0)(x)
+    for output in outputs:
+        torch.testing.assert_close(output[0], expected)

@@ -383,3 +383,14 @@ def test_two_buffers_of_one_module_make_one_entry_of_the_spec():
     ensemble(X)
     (item,) = [item for item in ensemble.spec.per_member if not item.module]
     assert item.tensors == ("calls", "rows")
+
+
+def test_merged_members_run_in_transforms_without_gradients():
+    ensemble = embens.batch_ensemble(Net(mix=True), 3)
+    batches = torch.stack([X, 2 * X])
+    expected = torch.stack([ensemble(x) for x in batches])
+    with torch.no_grad():
+        outputs = torch.func.vmap(ensemble)(batches)
+        jacobian = torch.func.jacrev(lambda x: ensemble.member(0)(x))(X)
+    torch.testing.assert_close(outputs, expected.detach())
+    assert jacobian.shape == (5, 3, 5, 4)

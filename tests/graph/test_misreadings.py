@@ -92,6 +92,12 @@ def by_no_grad(h):
     return h + k
 
 
+def by_inference_mode(h):
+    with torch.inference_mode():
+        k = torch.tanh(h)
+    return h + k
+
+
 # Functions whose global variables are those of another file.
 HELPERS = types.ModuleType("helpers")
 HELPERS.torch = torch
@@ -281,7 +287,7 @@ CODES += [by_text_of_a_type, by_attribute_of_a_type, by_caught_index, by_tree, b
 CODES += [by_scripted_query, by_cache, by_wrapped_function, by_copy, by_numpy_scalar]
 CODES += [by_operator_in_place, by_operator_on_a_view, by_data, by_squeeze, by_named_factor]
 CODES += [by_instance, by_type, by_is_tensor, by_callable, by_attribute, by_caught_error]
-CODES += [by_caught_length, by_autograd_function, by_autocast, by_no_grad]
+CODES += [by_caught_length, by_autograd_function, by_autocast, by_no_grad, by_inference_mode]
 CODES += [by_function_of_another_file, by_method_of_another_file, by_another_name, by_builtins]
 CODES += [by_default_argument, by_class, by_instance_check, by_match, by_text, by_names]
 
@@ -303,7 +309,7 @@ def test_code_that_looks_at_types_is_right(run):
         assert torch.allclose(gradient[a], (member.outer.weight.grad * weight).sum(0), atol=1e-5)
 
 
-@pytest.mark.parametrize("run", [by_autograd_function, by_autocast, by_no_grad])
+@pytest.mark.parametrize("run", [by_autograd_function, by_autocast, by_no_grad, by_inference_mode])
 def test_gradients_are_those_of_the_code(run):
     torch.manual_seed(0)
     ensemble = embens.last_layer_dropout(Net(run), members=2)

@@ -132,6 +132,18 @@ def test_one_table_serves_several_runs_and_a_foreign_file_is_kept(tmp_path):
     assert other.read_text() == "a,b\n1,2\n"
 
 
+@pytest.mark.parametrize("rows", [b"\xff\xfe\x00", b"epoch,loss\n", b"one,2\n", b"\n"])
+def test_a_file_that_no_run_wrote_is_kept(rows, tmp_path):
+    path = tmp_path / "log.csv"
+    if not rows.startswith(b"\xff"):
+        fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(path)])
+        rows = path.read_bytes() + rows
+    path.write_bytes(rows)
+    with pytest.raises(ValueError, match="of this run"):
+        fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(path)])
+    assert path.read_bytes() == rows
+
+
 class Logger:
     def __init__(self):
         self.seen = []

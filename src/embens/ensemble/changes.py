@@ -54,7 +54,7 @@ class StateGuard:
                 if parameter is None:
                     continue
                 if is_compared:
-                    self.marks[prefix + key] = _mark(parameter)
+                    self.marks[prefix + key] = mark_of(parameter)
                 if parameter.is_leaf and parameter.grad is not None:
                     self.gradients[prefix + key] = (parameter.grad, parameter.grad._version)
             for key, buffer in buffers.items():
@@ -92,7 +92,7 @@ class StateGuard:
                 if module._parameters[key] is not parameter:
                     _refuse_parameter(prefix + key)
                 mark = self.marks.get(prefix + key)
-                if mark is not None and mark != _mark(parameter):
+                if mark is not None and mark != mark_of(parameter):
                     _refuse_parameter(prefix + key)
                 if prefix + key in self.gradients:
                     _check_gradient(prefix + key, parameter, *self.gradients[prefix + key])
@@ -140,7 +140,7 @@ class StateGuard:
             old = tensors[full_name]
             # ``buffer.data = …`` gives an alias other memory.
             is_alias = new is self.copied.aliases.get(full_name)
-            if new is old or (is_alias and new is not None and _mark(new)[1] == _mark(old)[1]):
+            if new is old or (is_alias and new is not None and mark_of(new)[1] == mark_of(old)[1]):
                 continue
             check_buffer(full_name, old, new)
             assert new is not None
@@ -207,7 +207,7 @@ def _check_gradient(name: str, parameter: Tensor, before: Tensor, version: int) 
         )
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
+def mark_of(tensor: Tensor) -> tuple[int, int]:
     """Return version and address of a tensor, which most changes alter."""
     version = 0 if tensor.is_inference() else tensor._version
     try:

@@ -220,7 +220,7 @@ class MemberCopy:
             for key, tensor in copied._parameters.items():
                 if tensor is not None and not isinstance(tensor, nn.Parameter):
                     tensor._is_param = True  # code may ask for an nn.Parameter
-                    if not torch.is_grad_enabled():
+                    if not torch.is_grad_enabled() and not is_transformed():
                         _require_gradients(tensor, module._parameters.get(key))
 
     def alias(self, name: str, buffer: Tensor) -> Tensor:
@@ -297,6 +297,11 @@ class MemberCopy:
 
         module.register_forward_pre_hook(scale_input)
         module.register_forward_hook(scale_output)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func is running, in which tensors have no flags."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _require_gradients(tensor: Tensor, original: Tensor | None) -> None:

@@ -2,17 +2,23 @@
 
 torch.fx runs the user's code once, with symbols in the place of tensors. Python code can treat a
 symbol differently from a tensor in more ways than can be listed. So the first call of each folded
-form runs one member twice, folded and as a plain network, on copies of all tensors and with the
-same random numbers. If the outputs differ by more than rounding, the ensemble runs merged.
+form runs one member twice, folded and as a plain network, with the same random numbers. If the
+outputs differ by more than rounding, the ensemble runs merged. A call that says nothing leaves the
+comparison to the next one.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
 
+from embens.ensemble.changes import mark_of
+from embens.ensemble.copies import is_transformed
 from embens.ensemble.merged import (
     computed_tensors,
     member_tensors,
@@ -21,6 +27,7 @@ from embens.ensemble.merged import (
     private_arguments,
 )
 from embens.graph.folding import Folded
+from embens.graph.snapshots import unchanged_random_state
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -31,6 +38,64 @@ ROUNDING = 30
 
 Rounding errors of a deep network are far smaller, and those of a wrong branch far larger.
 """
+
+MOST_DIFFERENT = 0.1
+"""Largest fraction of different integers, such as indices, that rounding may cause."""
+
+_LOCK = threading.RLock()  # comparisons share the global random generators
+
+
+def check_folding(
+    ensemble: "EmbeddedEnsemble",
+    folding: Any,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: list[Tensor],
+) -> None:
+    """Compare one member with a plain network; on a difference such calls run merged.
+
+    Args:
+        ensemble: the ensemble.
+        folding: its folded form for the call, which is changed in place.
+        inputs: positional arguments of the call.
+        kwargs: its keyword arguments.
+        arguments: its tensor arguments.
+    """
+    with _LOCK:
+        if folding.is_checked:  # another thread has compared it
+            return
+        per_member, _, precision = folding.modes
+        if per_member:
+            inputs = tree_map_only(Tensor, lambda x: x[0], inputs)
+            arguments = [x[0] for x in arguments]
+        try:
+            difference = find_difference(
+                ensemble, folding.folded, inputs, kwargs, arguments, precision
+            )
+        except _Undecided as undecided:
+            if undecided.reason:
+                # The merged pass raises the error of the user's code. The folding is forgotten, so
+                # that calls with other inputs are folded.
+                folding.folded = None
+                folding.reason = undecided.reason
+                ensemble.foldings = [item for item in ensemble.foldings if item is not folding]
+            return
+        if difference:
+            folding.folded = None
+            folding.reason = difference
+        folding.is_checked = True
+
+
+class _Undecided(Exception):
+    """The inputs of a call do not show whether a folded form is right.
+
+    Args:
+        reason: why this call must run merged; empty if it may run folded.
+    """
+
+    def __init__(self, reason: str = ""):
+        super().__init__(reason)
+        self.reason = reason
 
 
 def find_difference(
@@ -54,32 +119,39 @@ def find_difference(
         precision: type of operations under autocast.
 
     Returns:
-        A sentence; empty if the outputs agree, or cannot be compared.
+        A sentence; empty if the outputs agree.
+
+    Raises:
+        _Undecided: if the outputs cannot be compared, or say nothing.
     """
     state = [getattr(module, name) for module, name in folded.tensors]
-    if not all(_is_comparable(tensor) for tensor in (*state, *arguments)):
-        return ""
-    devices = {tensor.device for tensor in (*state, *arguments) if tensor.is_cuda}
+    tensors = (*state, *arguments)
+    if is_transformed() or not all(_is_comparable(tensor) for tensor in tensors):
+        raise _Undecided
     generator_state = ensemble.generator_state
-    with torch.random.fork_rng(sorted(device.index for device in devices)):
+    # Modes of torch may count operations, or record them in a graph.
+    with _disable_current_modes(), _unchanged_generators(tensors) as generators:
         if generator_state is not None:
             ensemble.generator_state = generator_state.clone()
         values = {name: stack[:1] for name, stack in ensemble.sample_values().items()}
         ensemble.generator_state = generator_state
         seed = int(torch.randint(2**31, ()))
+        marks = [mark_of(tensor) for tensor in state]
         plain = _plain_network(ensemble, values)
-        torch.manual_seed(seed)
+        _seed(generators, seed)
         args, named = private_arguments(inputs, kwargs)
         try:
-            expected = plain(*args, **named)
+            expected = _detach(plain(*args, **named))
         except Exception as error:  # any error of the user's code; the merged pass raises it again
-            return f"a plain member raises {type(error).__name__}"
-        torch.manual_seed(seed)
+            raise _Undecided(f"a plain member raises {type(error).__name__}") from error
+        if marks != [mark_of(tensor) for tensor in state]:
+            return "its code changes a parameter"
+        _seed(generators, seed)
         try:
-            outputs = _run_folded(folded, state, values, arguments)
+            outputs = _detach(_run_folded(folded, state, values, arguments))
         except Exception as error:  # torch.fx has misread the code
             return f"its folded form raises {type(error).__name__}"
-    return _compare(outputs, expected, precision)
+        return _compare(outputs, expected, precision)
 
 
 def _is_comparable(tensor: Tensor) -> bool:
@@ -87,8 +159,35 @@ def _is_comparable(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
 
 
+@contextmanager
+def _unchanged_generators(tensors: Iterable[Tensor]) -> Iterator[list[torch.Generator]]:
+    """Yield the random generators of torch for some tensors, and restore all states on exit.
+
+    ``torch.manual_seed`` would seed those of all devices.
+    """
+    generators = [torch.default_generator]
+    for device in {tensor.device for tensor in tensors}:
+        if device.type in ("cuda", "xpu"):
+            module = torch.get_device_module(device)
+            generators.append(module.default_generators[device.index])
+        elif device.type == "mps":
+            generators.append(torch.mps._get_default_mps_generator())
+    states = [generator.get_state() for generator in generators]
+    with unchanged_random_state():
+        try:
+            yield generators
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+def _seed(generators: Iterable[torch.Generator], seed: int) -> None:
+    for generator in generators:
+        generator.manual_seed(seed)
+
+
 def _plain_network(ensemble: "EmbeddedEnsemble", values: dict[str, Tensor]) -> nn.Module:
-    """Return the first member as a plain network with copies of all tensors."""
+    """Return the first member as a plain network that shares memory with the ensemble."""
     member_values = {name: stack[0].detach() for name, stack in values.items()}
     spec, reference = ensemble.spec, ensemble.reference
     with torch.no_grad():
@@ -96,7 +195,8 @@ def _plain_network(ensemble: "EmbeddedEnsemble", values: dict[str, Tensor]) -> n
         tensors = member_tensors(reference, ensemble.layers, spec, member_values, computed)
         scales = modulations_by_layer(spec, member_values)
         attributes = ensemble.merged.member_attributes()[0]
-        return plain_network(ensemble, {**computed, **tensors}, scales, attributes)
+        tensors = {**computed, **tensors}
+        return plain_network(ensemble, tensors, scales, attributes, share_parameters=True)
 
 
 def _run_folded(
@@ -105,39 +205,68 @@ def _run_folded(
     values: dict[str, Tensor],
     arguments: Sequence[Tensor],
 ) -> Any:
-    """Return the outputs of the first member on copies of all tensors, with a member axis."""
-    tensors = [_copy(tensor) for tensor in state]
+    """Return the outputs of the first member, with a member axis, without a trace of the pass."""
+    tensors = []
+    for tensor in state:
+        # Parameters may be large and do not change; buffers may.
+        is_parameter = isinstance(tensor, nn.Parameter)
+        tensors.append(_leaf(tensor) if is_parameter else _copy(tensor))
     shared = folded.prefix.forward(*tensors, *[_copy(tensor) for tensor in arguments])
     member_values = [_copy(values[name]) for name in folded.values]
     return folded.suffix.forward(1, *shared, *tensors, *member_values)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+def _detach(outputs: Any) -> Any:
+    """Return outputs without their graph, which would keep all activations."""
+    return tree_map_only(Tensor, Tensor.detach, outputs)
+
+
 def _compare(outputs: Any, expected: Any, precision: torch.dtype | None) -> str:
-    """Return how the outputs of one member differ; empty if they are equal up to rounding."""
+    """Return how the outputs of one member differ; empty if they are equal up to rounding.
+
+    Raises:
+        _Undecided: if all outputs are empty, zero, infinite or NaN.
+    """
     leaves, structure = tree_flatten(outputs)
     expected_leaves, expected_structure = tree_flatten(expected)
     if structure != expected_structure:
         return "its folded form has outputs of another structure"
+    is_informative = False
     for output, expected_output in zip(leaves, expected_leaves, strict=True):
         if not isinstance(output, Tensor) or not isinstance(expected_output, Tensor):
             continue
-        output = output.detach()[0]
-        expected_output = expected_output.detach()
+        output = output[0]
         if output.shape != expected_output.shape or output.dtype != expected_output.dtype:
             return "its folded form has outputs of another shape or type"
-        # Indices of nearly equal values may differ by rounding.
-        is_continuous = output.is_floating_point() or output.is_complex()
-        if is_continuous and not _agree(output, expected_output, precision):
+        if not _agree(output, expected_output, precision):
             return "its folded form has other outputs than a plain member"
+        is_informative = is_informative or _is_informative(expected_output)
+    if not is_informative:
+        raise _Undecided
     return ""
+
+
+def _is_informative(output: Tensor) -> bool:
+    """Return whether a difference of the code could be seen in an output."""
+    if output.is_floating_point() or output.is_complex():
+        return bool((output.isfinite() & (output != 0)).any())
+    return output.numel() > 0
 
 
 def _agree(output: Tensor, expected: Tensor, precision: torch.dtype | None) -> bool:
     """Return whether two tensors are equal up to rounding, relative to the largest value."""
+    if not (output.is_floating_point() or output.is_complex()):
+        # Indices of nearly equal values may differ by rounding.
+        differences = int((output != expected).sum())
+        return differences <= MOST_DIFFERENT * output.numel()
     epsilon = torch.finfo(output.dtype).eps
     if precision is not None:
         epsilon = max(epsilon, torch.finfo(precision).eps)

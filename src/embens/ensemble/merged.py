@@ -404,6 +404,8 @@ def plain_network(
     tensors: Mapping[str, Tensor],
     scales: dict[str, tuple[Tensor | None, Tensor | None]],
     attributes: Mapping[str, dict[str, Any]] | None = None,
+    *,
+    share_parameters: bool = False,
 ) -> nn.Module:
     """Return a copy of the reference with some tensors replaced; all tensors are cloned.
 
@@ -412,6 +414,7 @@ def plain_network(
         tensors: Tensors to replace, by name.
         scales: Modulations of layers that are scaled by hooks.
         attributes: Attributes that the member's code has assigned, by module.
+        share_parameters: Whether parameters are not cloned, but share the memory of the given ones.
     """
     copied = MemberCopy(ensemble, plain=True)
     copied.set_attributes(attributes or {})
@@ -425,7 +428,10 @@ def plain_network(
                 flag = trainable.get(prefix + key, True)
                 if prefix + key in ensemble.individual:
                     flag = ensemble.individual[prefix + key].requires_grad
-                clones[id(tensor)] = nn.Parameter(tensor.detach().clone(), flag)
+                values = tensor.detach()
+                if not share_parameters:
+                    values = values.clone()
+                clones[id(tensor)] = nn.Parameter(values, flag)
         for buffer in module._buffers.values():
             if buffer is not None and id(buffer) not in clones:
                 clones[id(buffer)] = buffer.detach().clone()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from embens import optim
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
@@ -832,18 +832,9 @@ class _Folding:
             kwargs: its keyword arguments.
             arguments: its tensor arguments.
         """
-        from embens.ensemble.crosscheck import find_difference
+        from embens.ensemble.crosscheck import check_folding
 
-        assert self.folded is not None
-        self.is_checked = True
-        per_member, _, precision = self.modes
-        if per_member:
-            inputs = tree_map_only(Tensor, lambda x: x[0], inputs)
-            arguments = [x[0] for x in arguments]
-        difference = find_difference(ensemble, self.folded, inputs, kwargs, arguments, precision)
-        if difference:
-            self.folded = None
-            self.reason = difference
+        check_folding(ensemble, self, inputs, kwargs, arguments)
 
     def fits(
         self,

@@ -4,7 +4,7 @@ The flow of a network may be read from a graph that is right for one call
 (:class:`embens.graph.reading.Tracer`). A folded network replaces the user's code, so whatever its
 graph would get wrong has to be an error: code that looks at values or computes with tensors outside
 of the graph, code that changes its attributes or draws random numbers while it is traced, and code
-that recomputes its activations or switches autocast.
+that recomputes its activations, or switches autocast or the inference mode.
 """
 
 import inspect
@@ -138,6 +138,7 @@ class StrictTracer(Tracer):
         self.guard = Guard(root)
         self.saving_hooks = _saving_hooks()
         self.autocast_state = _autocast_state()
+        self.is_inference = torch.is_inference_mode_enabled()
 
     def trace_graph(self, root: nn.Module) -> torch.fx.Graph:
         graph = super().trace_graph(root)
@@ -181,9 +182,11 @@ class StrictTracer(Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
         if _saving_hooks() != self.saving_hooks:
-            raise Untraceable("the code recomputes or moves its activations")
+            raise self.problem("the code recomputes or moves its activations")
         if _autocast_state() != self.autocast_state:
-            raise Untraceable("the code switches autocast on or off")
+            raise self.problem("the code switches autocast on or off")
+        if torch.is_inference_mode_enabled() != self.is_inference:
+            raise self.problem("the code switches the inference mode on or off")
         return super().create_node(*args, **kwargs)
 
 

@@ -131,7 +131,7 @@ class CSVLog(Callback):
 
     Raises:
         OSError: when the run starts, if no file can be written there.
-        ValueError: during the run, if the file has other columns.
+        ValueError: during the run, if the file is another table or no text.
 
     Example:
         >>> log = CSVLog("history.csv")
@@ -156,18 +156,36 @@ class CSVLog(Callback):
 
     def _keep_rows_before(self, epoch: int, columns: list[str]) -> None:
         header = ",".join(columns) + "\n"
-        lines = []
+        kept = [header]
         if self.path.exists():
+            kept += self._rows_before(epoch, header)
+        write_atomically(self.path, "".join(kept))
+
+    def _rows_before(self, epoch: int, header: str) -> list[str]:
+        """Return the rows of the file before an epoch."""
+        try:
             lines = self.path.read_text().splitlines(keepends=True)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.path} is not a table of this run; use another file."
+            ) from error
         if lines and lines[0] != header:
             raise ValueError(f"{self.path} has other columns than this run; use another file.")
-        kept = [header]
-        for line in lines[1:]:
-            # A line without an end is a write that was interrupted.
-            complete = line.endswith("\n")
-            if complete and int(line.split(",")[columns.index("epoch")]) < epoch:
-                kept.append(line)
-        write_atomically(self.path, "".join(kept))
+        place = header.rstrip("\n").split(",").index("epoch")
+        rows = []
+        for number, line in enumerate(lines[1:], start=2):
+            if not line.endswith("\n"):
+                continue  # a write that was interrupted
+            try:
+                is_before = int(line.split(",")[place]) < epoch
+            except (IndexError, ValueError) as error:
+                raise ValueError(
+                    f"line {number} of {self.path} is not a row of this run: "
+                    f"{line.strip()[:40]!r}. Remove it, or use another file."
+                ) from error
+            if is_before:
+                rows.append(line)
+        return rows
 
 
 class Log(Callback):
