@@ -685,10 +685,13 @@ class EmbeddedEnsemble(nn.Module):
     ) -> None:
         start = f"{prefix}individual."
         saved_names = [key.removeprefix(start) for key in state_dict if key.startswith(start)]
-        if any(name.replace("/", ".") not in self.individual for name in saved_names):
+        saved, present = set(saved_names), set(self.individual.state_dict())
+        if saved - present:
             # Members had separate buffers when the state was saved.
             separate_buffers(self, saved_names)
-        expand_buffers(self, state_dict, prefix)
+        if present - saved:
+            # Buffers were separated after the state was saved.
+            expand_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(
             state_dict,
             prefix,
