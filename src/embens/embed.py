@@ -585,7 +585,9 @@ def build(
         values.update({name: nn.Parameter(factor) for name, factor in factors.items()})
     ensemble = EmbeddedEnsemble(copy_reference(reference), spec, values, flow)
     if generator is not None and any(site.fresh for site in spec.sites):
-        ensemble.seed_masks(generator)
+        from embens.ensemble.masks import seed_masks
+
+        seed_masks(ensemble, generator)
     return ensemble
 
 

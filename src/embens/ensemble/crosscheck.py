@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from embens.ensemble.merged import (
     computed_tensors,
@@ -23,7 +23,7 @@ from embens.ensemble.merged import (
 from embens.graph.folding import Folded
 
 if TYPE_CHECKING:
-    from embens.ensemble.module import EmbeddedEnsemble
+    from embens.ensemble.module import EmbeddedEnsemble, Folding
 
 LARGEST_TOLERANCE = 0.2
 ROUNDING = 30
@@ -31,6 +31,34 @@ ROUNDING = 30
 
 Rounding errors of a deep network are far smaller, and those of a wrong branch far larger.
 """
+
+
+def check_folding(
+    ensemble: "EmbeddedEnsemble",
+    folding: "Folding",
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: list[Tensor],
+) -> None:
+    """Compare one member with a plain network; on a difference such calls run merged.
+
+    Args:
+        ensemble: the ensemble.
+        folding: its folded form for the call, which is changed in place.
+        inputs: positional arguments of the first call.
+        kwargs: its keyword arguments.
+        arguments: its tensor arguments.
+    """
+    assert folding.folded is not None
+    folding.is_checked = True
+    per_member, _, precision = folding.modes
+    if per_member:
+        inputs = tree_map_only(Tensor, lambda x: x[0], inputs)
+        arguments = [x[0] for x in arguments]
+    difference = find_difference(ensemble, folding.folded, inputs, kwargs, arguments, precision)
+    if difference:
+        folding.folded = None
+        folding.reason = difference
 
 
 def find_difference(

@@ -115,6 +115,51 @@ class Folded:
     width: int
 
 
+class FoldedPass:
+    """One pass through a folded network.
+
+    Args:
+        folded: The network.
+        arguments: Tensor arguments.
+        values: Values of all members by name.
+        members: Number of members.
+        per_member: Whether arguments have the members as their first axis.
+
+    Attributes:
+        shared: Values that members share, computed once; empty for arguments of each member.
+    """
+
+    def __init__(
+        self,
+        folded: Folded,
+        arguments: list[Tensor],
+        values: dict[str, Tensor],
+        members: int,
+        *,
+        per_member: bool = False,
+    ):
+        self.members = members
+        self.folded = folded
+        self.arguments = arguments
+        self.per_member = per_member
+        self.values = [values[name] for name in folded.values]
+        self.tensors = [getattr(module, name) for module, name in folded.tensors]
+        self.shared: Any = ()
+        if not per_member:
+            self.shared = folded.prefix.forward(*self.tensors, *arguments)
+
+    def run(self, start: int, count: int) -> Any:
+        """Return the outputs of a chunk of members, members first."""
+        values = self.values
+        if count != self.members:
+            values = [value.narrow(0, start, count) for value in values]
+        shared = self.shared
+        if self.per_member:
+            rows = [x.narrow(0, start, count).flatten(0, 1) for x in self.arguments]
+            shared = self.folded.prefix.forward(*self.tensors, *rows)
+        return self.folded.suffix.forward(count, *shared, *self.tensors, *values)
+
+
 def fold(
     reference: nn.Module,
     layers: Mapping[str, Layer],
