@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from embens import optim
-from embens.graph.folding import FoldedPass
+from embens.graph.members import FoldedPass
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble

@@ -20,7 +20,7 @@ from embens.ensemble.merged import (
     plain_network,
     private_arguments,
 )
-from embens.graph.folding import Folded
+from embens.graph.members import Folded
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble, Folding

@@ -25,8 +25,9 @@ from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 from embens.ensemble.merged import MergedExecutor
 from embens.ensemble.separation import expand_buffers, separate_buffers
 from embens.graph.domains import Unfoldable
-from embens.graph.folding import Folded, FoldedPass, ModuleState, fold
+from embens.graph.folding import ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
+from embens.graph.members import Folded, FoldedPass
 from embens.graph.reading import Flow, detached_state, has_user_code
 from embens.graph.snapshots import HOOKS, STANDARD_ATTRIBUTES
 from embens.modes import constant_when_compiled
