@@ -1,7 +1,7 @@
 """The named families of embedded ensembles.
 
-Each function sets laws, sites and trained parameters, and calls :mod:`embens.embed`. The reference
-is copied, never changed.
+Each function sets laws, sites and trained parameters, and calls :mod:`embens.embed`, which holds
+the first of them, ``batch_ensemble``. The reference is copied, never changed.
 """
 
 import math

@@ -8,7 +8,6 @@ can be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.
 
 import copy
 import inspect
-import math
 import operator
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,9 +32,6 @@ from embens.graph.snapshots import HOOKS, STANDARD_ATTRIBUTES
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, Site, find_layers
 from embens.trees import check_same_structure, gather, join_members
-
-FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
-"""Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
 
 MOST_FOLDINGS = 16
 """Number of folded forms that are kept, for different modes, arguments and attributes."""
@@ -402,29 +398,11 @@ class EmbeddedEnsemble(nn.Module):
         """
         size = self.chunk if chunk is None else chunk
         if size is None:
-            size = self._default_chunk(folded, arguments)
+            size = folded.default_chunk(arguments, self.members)
         elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"chunk must be a positive integer, got {size!r}.")
         starts = range(0, self.members, size)
         return [(start, min(size, self.members - start)) for start in starts]
-
-    def _default_chunk(self, folded: Folded, arguments: list[Tensor]) -> int:
-        """Return how many members run together: as many as keep activations small."""
-        if self.members == 1 or torch.compiler.is_compiling() or not arguments:
-            return self.members
-        x = arguments[0]
-        device = x.device.type
-        if folded.has_convolutions and device == "cpu":
-            return 1  # large batches of images leave the cache
-        positions = x.numel()
-        if x.is_floating_point() and x.dim() > 1:
-            channels = x.shape[1] if folded.has_convolutions else x.shape[-1]
-            positions //= max(1, channels)
-        size = positions * folded.width * 4
-        most = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"]) // max(1, size)
-        most = max(1, min(self.members, most))
-        chunks = math.ceil(self.members / most)
-        return math.ceil(self.members / chunks)  # chunks of nearly equal size
 
     def sample_values(self) -> dict[str, Tensor]:
         """Return the values of all members for one pass, members first."""

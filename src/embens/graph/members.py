@@ -4,6 +4,7 @@ Rows of the members are consecutive blocks of the first axis. If ``is_shared``, 
 block that stands for all members.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
+"""Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
 
 MERGING_RATIO = 2
 """How much smaller than the activations the weights of a Linear layer have to be to be merged.
@@ -42,6 +46,29 @@ class Folded:
     values: list[str]
     has_convolutions: bool
     width: int
+
+    def default_chunk(self, arguments: list[Tensor], members: int) -> int:
+        """Return how many members run together: as many as keep activations small.
+
+        Args:
+            arguments: Tensor arguments of one member.
+            members: Number of members.
+        """
+        if members == 1 or torch.compiler.is_compiling() or not arguments:
+            return members
+        x = arguments[0]
+        device = x.device.type
+        if self.has_convolutions and device == "cpu":
+            return 1  # large batches of images leave the cache
+        positions = x.numel()
+        if x.is_floating_point() and x.dim() > 1:
+            channels = x.shape[1] if self.has_convolutions else x.shape[-1]
+            positions //= max(1, channels)
+        size = positions * self.width * 4
+        most = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"]) // max(1, size)
+        most = max(1, min(members, most))
+        chunks = math.ceil(members / most)
+        return math.ceil(members / chunks)  # chunks of nearly equal size
 
 
 class FoldedPass:
