@@ -497,84 +497,9 @@ def test_several_inputs_keywords_and_nested_outputs_are_supported():
 # Warnings
 
 
-class Unknown(nn.Module):
-    """A layer of a class that is not registered."""
-
-    def __init__(self, name: str, size: int):
-        super().__init__()
-        self.name = name
-        self.register_parameter(name, nn.Parameter(torch.randn(size, size)))
-
-    def forward(self, x):
-        return x @ getattr(self, self.name)
-
-
-def test_layers_of_unknown_type_are_named_in_a_warning():
-    reference = nn.Sequential(nn.Linear(3, 4), Unknown("weight", 4), nn.Linear(4, 2))
-    with pytest.warns(UserWarning, match=r"do not differ in '1'.*Unknown.*register_layer"):
-        ensemble = embens.embed(reference, 3)
-    assert {site.layer for site in ensemble.spec.sites} == {"0", "2"}
-
-
-class Signals(nn.Module):
-    """A recurrent layer on the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.core = nn.GRU(3, 8, batch_first=True)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.head(self.core(x)[0][:, -1])
-
-
 def test_both_directions_of_the_first_level_are_first_layers():
     flow = read_flow(nn.GRU(3, 4, num_layers=2, bidirectional=True))
     assert (flow.first, flow.last) == ({"", "l0_reverse"}, {"l1", "l1_reverse"})
-
-
-class TestEqualWeights:
-    """A warning names what is left out if members differ in less than half of the weights."""
-
-    def test_bare_parameters_are_named(self):
-        reference = nn.Sequential(nn.Linear(3, 9), Unknown("matrix", 9), nn.Linear(9, 2))
-        with pytest.warns(
-            UserWarning, match=r"most of the weights: .* '1.matrix'\. Keep"
-        ) as caught:
-            embens.embed(reference, 3)
-        assert caught[0].filename == __file__
-
-    @pytest.mark.parametrize("family", ["mc_dropout", "masksembles"])
-    def test_recurrent_weights_without_masks_are_named(self, family):
-        with pytest.warns(UserWarning, match=r"'core.weight_hh_l0'.*batch_ensemble") as caught:
-            getattr(embens, family)(Signals(), 3)
-        assert caught[0].filename == __file__
-
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: embens.batch_ensemble(Signals(), 3),
-            lambda: embens.low_rank(Signals(), 3, rank=1),
-            lambda: embens.adapt(Signals(), 3),
-            lambda: embens.adapt(Signals(), 3, by="head"),
-            lambda: embens.last_layer_dropout(Signals(), 3),
-            lambda: embens.mc_dropout(Signals(), 3, sites=["head"]),
-            lambda: embens.mc_dropout(Signals(), 3, sites=lambda name, module: name == "head"),
-            lambda: embens.embed(Signals(), 3, None, {"head": laws.Normal()}),
-            lambda: embens.embed(Signals(), 3, None, None, own=["core", "head"]),
-            lambda: embens.mc_dropout(nn.Sequential(nn.Linear(99, 3), nn.ReLU(), nn.Linear(3, 2))),
-            lambda: embens.embed(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 99)), 3, post=None),
-            lambda: embens.embed(
-                nn.Sequential(nn.Linear(9, 5), Unknown("matrix", 5), nn.Linear(5, 9)), 3
-            ),
-            lambda: embens.last_layer_dropout(
-                nn.Sequential(nn.Linear(3, 4), Unknown("weight", 4), nn.Linear(4, 2)), 3
-            ),
-        ],
-        ids=range(13),
-    )
-    def test_there_is_no_warning_where_members_differ_or_the_choice_is_explicit(self, make):
-        make()  # warnings are errors
 
 
 def test_fixed_modulations_that_cancel_in_the_mean_are_reported():
@@ -651,33 +576,6 @@ class TestPerMemberLayers:
     def test_a_network_of_one_layer_becomes_separate_networks(self):
         ensemble = embens.embed(nn.Linear(3, 2), 4, own="last", pre=None, post=None)
         assert not list(ensemble.shared_parameters())
-
-    @pytest.mark.parametrize(
-        ("own", "message"),
-        [
-            ("heda", "own: 'heda' matches no layer; did you mean 'head'"),
-            ("blocks.7.*", "matches no layer"),
-            (3, "own must be 'last', or names"),
-            ([3], "own must be 'last', or names"),
-        ],
-    )
-    def test_invalid_names_raise(self, own, message):
-        with pytest.raises((ValueError, TypeError), match=message):
-            embens.embed(Residual(), 3, own=own)
-
-    def test_a_module_with_bare_parameters_raises(self):
-        class Block(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
-
-            def forward(self, x):
-                return self.layer(x) * self.scale
-
-        reference = nn.Sequential(nn.Linear(3, 3), Block())
-        with pytest.raises(ValueError, match=r"'1' contains '1' \(Block\).* not a known layer"):
-            embens.embed(reference, 3, own="1")
-        embens.embed(reference, 3, own="1.*")
 
     def test_layers_that_share_a_weight_are_separate_together_or_not_at_all(self):
         with pytest.raises(ValueError, match=r"'output' shares a weight with 'embedding'"):

@@ -33,7 +33,7 @@ LONG_BY_PROMISE = {
 LONG = {
     "embens.comparison.compare",
     "embens.families.low_rank",
-    "embens.graph.folding.modulated_convolution",
+    "embens.graph.convolutions.modulated_convolution",
     "embens.training.run.Run.__init__",
 }
 """Other signatures of more than eight parameters."""

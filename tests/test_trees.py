@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from embens.trees import batch_size, check_same_structure, gather
+from embens.trees import batch_size, check_same_structure, gather, join_members
 
 
 def test_gather_joins_tensors_at_every_place():
@@ -60,3 +60,9 @@ def test_outputs_of_another_structure_or_with_other_values_are_refused():
             check_same_structure([(y, "a", None), other])
     with pytest.raises(TypeError, match="different values of type str"):
         check_same_structure([(y, "a"), (y, "b")])
+
+
+def test_members_whose_outputs_differ_in_shape_cannot_be_joined():
+    assert join_members([torch.zeros(2, 3), torch.zeros(1, 3)]).shape == (3, 3)
+    with pytest.raises(ValueError, match=r"different shapes, \[\(3,\), \(4,\)\]"):
+        join_members([torch.zeros(1, 3), torch.zeros(1, 4)])

@@ -4,11 +4,10 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from embens import laws, metrics, networks
-from embens.embed import embed
+from embens.embed import batch_ensemble, embed
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.families import (
     adapt,
-    batch_ensemble,
     independent,
     last_layer_dropout,
     low_rank,

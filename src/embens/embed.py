@@ -4,7 +4,6 @@ Everything is validated before anything is built. The reference is copied, never
 weights are kept.
 """
 
-import fnmatch
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,13 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from embens.adapters import sample_factors
-from embens.checks import check_choice, check_members, closest, warn
+from embens.checks import check_choice, check_members, warn
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.graph.reading import Flow, copy_reference, has_user_code, read_flow
 from embens.graph.snapshots import HOOKS
 from embens.graph.tracing import shows_all_layers
 from embens.graph.watching import watch_flow
-from embens.laws import Law, Normal
+from embens.laws import Law, Normal, Shifted
+from embens.omissions import (
+    warn_about_guesses,
+    warn_about_shared_weights,
+    warn_about_unknown_layers,
+)
+from embens.patterns import list_names, match_modules, select_layers
 from embens.sites import (
     NORMS,
     EnsembleSpec,
@@ -30,6 +35,7 @@ from embens.sites import (
     Site,
     find_layers,
     is_within,
+    match,
 )
 
 Laws = Law | Mapping[str, Law | None] | None
@@ -114,6 +120,54 @@ def embed(
     ensemble = build(reference, spec, initialise, generator, flow=source.flow)
     source.warn_about_cancelling_members(ensemble)
     return ensemble
+
+
+def batch_ensemble(
+    reference: nn.Module,
+    members: int = 8,
+    p: float = 0.0,
+    *,
+    law: Callable[[float], Law] = Shifted,
+    sites: Sites = "hidden",
+    own: str | Iterable[str] = (),
+    example_input: Any = None,
+    generator: torch.Generator | None = None,
+) -> EmbeddedEnsemble:
+    """Embed a BatchEnsemble: trainable modulations, by default at the hidden sites.
+
+    Args:
+        reference: Any module.
+        members: Number of members.
+        p: Mean of the modulations; their second moment is 1. At initialisation members are
+            independent for 0 and equal for 1.
+        law: A class of laws with one parameter: ``laws.Shifted``, the paper's N(p, 1 − p²), or
+            ``laws.Signs``.
+        sites: See :func:`embens.embed`.
+        own: See :func:`embens.embed`.
+        example_input: See :func:`embens.embed`.
+        generator: See :func:`embens.embed`.
+
+    Returns:
+        The ensemble.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> batch_ensemble(net, members=4, p=0.5)(torch.zeros(2, 4)).shape
+        torch.Size([4, 2, 3])
+    """
+    if isinstance(law, Law):
+        raise TypeError(f"law must be a class of laws such as laws.Signs, got {law}. See embed.")
+    return embed(
+        reference,
+        members,
+        pre=law(p),
+        post=law(p),
+        sites=sites,
+        own=own,
+        example_input=example_input,
+        generator=generator,
+        family="batch_ensemble",
+    )
 
 
 class Source:
@@ -208,36 +262,8 @@ class Source:
             return {
                 (name, side) for name, side in hidden if name in last and side == "post"
             }, hidden
-        names = self._select_layers(sites)
+        names = select_layers(self, sites)
         return {site for site in every if site[0] in names}, hidden
-
-    def _select_layers(self, sites: Sites) -> set[str]:
-        """Return the layers that names, wildcards or a predicate select."""
-        if callable(sites):
-            names = {n for n in self.used if sites(n, self.modules.get(n, self.reference))}
-            if not names:
-                raise ValueError(
-                    f"the predicate for sites selects no layer. Layers: {list_names(self.used)}."
-                )
-            return names
-        names = set()
-        for pattern in as_list(sites):
-            if not isinstance(pattern, str):
-                raise TypeError(
-                    "sites must be 'hidden', 'last', 'all', names or wildcards of layers, or a "
-                    f"function of (name, module), got {pattern!r}."
-                )
-            matches = match(pattern, self.used)
-            if not matches:
-                problem = "matches no layer"
-                if match(pattern, self.layers):
-                    problem = "names a layer that is never called"
-                names_and_words = [*self.used, "hidden", "last", "all"]
-                raise ValueError(f"sites: {pattern!r} {problem}{closest(pattern, names_and_words)}")
-            names.update(matches)
-        if not names:
-            raise ValueError(f"sites is empty. Name at least one of {list_names(self.used)}.")
-        return names
 
     def _refuse_separate(
         self,
@@ -302,30 +328,7 @@ class Source:
                 owner = self.layers[name].module
                 names.append(owner if owner in candidates else owner.rpartition(".")[0])
             return names
-        if pattern in self.modules:
-            inside = [name for name in self.modules if is_within(name, [pattern])]
-            matches = [name for name in candidates if name in inside]
-            if matches:
-                self._refuse_unknown_parts(pattern, inside, candidates)
-        else:
-            matches = fnmatch.filter(candidates, pattern)
-        if not matches:
-            problem = "matches no layer"
-            if fnmatch.filter(self.layers, pattern):
-                problem = "names a layer that is never called"
-            raise ValueError(f"own: {pattern!r} {problem}{closest(pattern, [*candidates, 'last'])}")
-        return matches
-
-    def _refuse_unknown_parts(self, pattern: str, inside: list[str], candidates: list[str]) -> None:
-        for name in inside:
-            module = self.modules[name]
-            tensors = [*module._parameters.values(), *module._buffers.values()]
-            has_tensors = any(tensor is not None for tensor in tensors)
-            if has_tensors and not is_within(name, candidates):
-                raise ValueError(
-                    f"own: {pattern!r} contains {name!r} ({type(module).__name__}), which is not a "
-                    "known layer. Name the layers, or add the class with embens.register_layer."
-                )
+        return match_modules(self, pattern, candidates)
 
     def _check_per_member(
         self,
@@ -426,11 +429,7 @@ class Source:
 
     def _warn_about_guesses(self) -> None:
         if self.flow.guesses:
-            guesses = "; ".join(dict.fromkeys(self.flow.guesses))
-            warn(
-                f"the data flow of the reference could not be read completely; guessed: {guesses}. "
-                "To be sure, pass example_input=x (a batch, or a tuple of arguments).",
-            )
+            warn_about_guesses(self.flow.guesses)
 
     def warn_about_equal_weights(
         self,
@@ -446,12 +445,7 @@ class Source:
             if any(tensor_name.startswith("weight") for tensor_name in _matrices(module)):
                 unknown[name] = type(module).__name__
         if unknown:
-            kinds = ", ".join(sorted(set(unknown.values())))
-            warn(
-                f"members do not differ in {list_names(unknown)}: layers of type {kinds} are "
-                "unknown. Add them with embens.register_layer(kind, channels), where "
-                "channels(layer) returns the numbers of input and output channels."
-            )
+            warn_about_unknown_layers(unknown)
             return
         differing = self._differing_weights(sites, low_rank, separate_layers)
         equal: dict[str, int] = {}
@@ -464,19 +458,7 @@ class Source:
             else:
                 equal[name] = parameter.numel()
         if sum(equal.values()) > count:
-            largest_first = sorted(equal, key=lambda name: -equal[name])
-            fix = (
-                "Keep weights in layers such as nn.Linear that the code calls, or add the module's "
-                "class with embens.register_layer."
-            )
-            owner = self.modules[largest_first[0].rpartition(".")[0]]
-            if isinstance(owner, nn.RNNBase):
-                fix = "Recurrent weights have no masks; batch_ensemble modulates their gates."
-            warn(
-                "members do not differ in most of the weights: all have the same "
-                f"{list_names(largest_first)}. {fix} To leave them out on purpose, name layers in "
-                "sites=."
-            )
+            warn_about_shared_weights(equal, self.modules)
 
     def _differing_weights(
         self,
@@ -585,7 +567,9 @@ def build(
         values.update({name: nn.Parameter(factor) for name, factor in factors.items()})
     ensemble = EmbeddedEnsemble(copy_reference(reference), spec, values, flow)
     if generator is not None and any(site.fresh for site in spec.sites):
-        ensemble.seed_masks(generator)
+        from embens.ensemble.masks import seed_masks
+
+        seed_masks(ensemble, generator)
     return ensemble
 
 
@@ -730,26 +714,11 @@ def tensor_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def match(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a name or wildcard stands for."""
-    names = list(names)
-    if pattern in names:
-        return [pattern]
-    return fnmatch.filter(names, pattern)
-
-
 def as_list(value: Any) -> list[Any]:
     """Return a single value, or several, as a list."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         return list(value)
     return [value]
-
-
-def list_names(names: Iterable[str], limit: int = 8) -> str:
-    """Return some names for an error message."""
-    texts = [repr(name) for name in names]
-    more = ", …" if len(texts) > limit else ""
-    return ", ".join(texts[:limit]) + more
 
 
 def _flags_by_side(trainable: Trainable) -> dict[str, Any]:

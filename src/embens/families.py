@@ -1,11 +1,11 @@
 """The named families of embedded ensembles.
 
-Each function sets laws, sites and trained parameters, and calls :mod:`embens.embed`. The reference
-is copied, never changed.
+Each function sets laws, sites and trained parameters, and calls :mod:`embens.embed`, which holds
+the first of them, ``batch_ensemble``. The reference is copied, never changed.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -34,54 +34,6 @@ NEAR = 0.9
 
 DEFAULT_RANK = 4
 """Rank of the matrices of low-rank members."""
-
-
-def batch_ensemble(
-    reference: nn.Module,
-    members: int = 8,
-    p: float = 0.0,
-    *,
-    law: Callable[[float], Law] = laws.Shifted,
-    sites: Sites = "hidden",
-    own: str | Iterable[str] = (),
-    example_input: Any = None,
-    generator: torch.Generator | None = None,
-) -> EmbeddedEnsemble:
-    """Embed a BatchEnsemble: trainable modulations, by default at the hidden sites.
-
-    Args:
-        reference: Any module.
-        members: Number of members.
-        p: Mean of the modulations; their second moment is 1. At initialisation members are
-            independent for 0 and equal for 1.
-        law: A class of laws with one parameter: ``laws.Shifted``, the paper's N(p, 1 − p²), or
-            ``laws.Signs``.
-        sites: See :func:`embens.embed`.
-        own: See :func:`embens.embed`.
-        example_input: See :func:`embens.embed`.
-        generator: See :func:`embens.embed`.
-
-    Returns:
-        The ensemble.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        >>> batch_ensemble(net, members=4, p=0.5)(torch.zeros(2, 4)).shape
-        torch.Size([4, 2, 3])
-    """
-    if isinstance(law, Law):
-        raise TypeError(f"law must be a class of laws such as laws.Signs, got {law}. See embed.")
-    return embed(
-        reference,
-        members,
-        pre=law(p),
-        post=law(p),
-        sites=sites,
-        own=own,
-        example_input=example_input,
-        generator=generator,
-        family="batch_ensemble",
-    )
 
 
 def mc_dropout(

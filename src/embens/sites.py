@@ -13,6 +13,7 @@ saved with the tensors. How an ensemble runs is derived from the reference and t
 """
 
 import copy
+import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -510,6 +511,14 @@ def _require(items: Mapping[str, Any], name: str) -> Any:
             "of the architecture that was saved."
         )
     return items[name]
+
+
+def match(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a name or wildcard stands for."""
+    names = list(names)
+    if pattern in names:
+        return [pattern]
+    return fnmatch.filter(names, pattern)
 
 
 def is_within(name: str, outer: Iterable[str]) -> bool:

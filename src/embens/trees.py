@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
@@ -36,6 +37,28 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
         return None
 
     return tree_map(join_leaves, *outputs)
+
+
+def join_members(outputs: list[Tensor]) -> Tensor:
+    """Concatenate the outputs of chunks of members.
+
+    Args:
+        outputs: One tensor per chunk, members first.
+
+    Raises:
+        ValueError: If members differ in the shape of their outputs.
+    """
+    try:
+        return torch.cat(outputs)
+    except RuntimeError as error:
+        # Shapes are compared only now: an exporter would fix the sizes that are compared.
+        shapes = {tuple(output.shape[1:]) for output in outputs}
+        if len(shapes) == 1:
+            raise
+        raise ValueError(
+            f"members return outputs of different shapes, {sorted(shapes)}, which cannot be "
+            "stacked. Return outputs whose shape does not depend on values."
+        ) from error
 
 
 def check_same_structure(outputs: Sequence[Any]) -> None:

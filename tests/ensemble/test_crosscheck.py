@@ -59,7 +59,7 @@ def test_the_comparison_changes_nothing_but_the_executor(training, grad):
     before = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
     state, inputs = torch.get_rng_state(), x.clone()
     with torch.set_grad_enabled(grad):
-        ensemble._folded_for((x,), {}, False)
+        ensemble.folded_for((x,), {}, False)
     assert ensemble.executor == "folded"
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x, inputs)
@@ -75,7 +75,7 @@ def test_fresh_masks_with_a_generator_stay_the_same():
         generator = torch.Generator().manual_seed(1)
         ensemble = embens.mc_dropout(network, members=3, generator=generator)
         if compared:
-            ensemble._folded_for((torch.ones(2, 6),), {}, False)
+            ensemble.folded_for((torch.ones(2, 6),), {}, False)
         return ensemble(torch.ones(2, 6)) - network(torch.ones(2, 6))
 
     torch.testing.assert_close(outputs(True).std(), outputs(False).std())

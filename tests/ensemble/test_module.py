@@ -647,16 +647,6 @@ def test_a_loaded_ensemble_collapses(tmp_path):
     torch.testing.assert_close(loaded.collapse()(x), loaded(x).mean(0))
 
 
-# Representation
-
-
-def test_the_repr_names_family_members_parameters_and_executor():
-    ensemble = embens.batch_ensemble(mlp(), 3, p=0.5)
-    representation = repr(ensemble)
-    for part in ("batch_ensemble", "members=3", "shared parameters=122", "runs folded"):
-        assert part in representation
-
-
 # Arguments of the reference that are called batch or chunk
 
 
@@ -697,67 +687,17 @@ def test_keyword_only_arguments_with_the_names_of_the_ensemble_are_refused():
         embens.batch_ensemble(Named(), 2)
 
 
-def fresh(seed, **options):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3))
-    generator = torch.Generator().manual_seed(seed)
-    return embens.mc_dropout(net, 3, generator=generator, **options)
-
-
-def test_fresh_masks_are_those_of_the_generator():
-    x = torch.ones(2, 4)
-    first, second, third = fresh(0), fresh(0), fresh(1)
-    for _ in range(2):
-        outputs = first(x)
-        torch.rand(5)  # the global generator does not matter
-        assert torch.equal(second(x), outputs)
-        assert not torch.equal(third(x), outputs)
-    assert not torch.equal(first(x), outputs)
-
-
-def test_copies_continue_with_the_same_masks(tmp_path):
-    x, ensemble = torch.ones(2, 4), fresh(0)
-    ensemble(x)
-    ensemble.save(tmp_path / "e.safetensors")
-    copies = [
-        copy.deepcopy(ensemble),
-        pickle.loads(pickle.dumps(ensemble)),
-        ensemble.subset([0, 1, 2]),
-        embens.load(tmp_path / "e.safetensors", ensemble.reference),
-    ]
-    expected = ensemble(x)
-    for copied in copies:
-        assert torch.equal(copied(x), expected)
-
-
 def test_a_default_chunk_counts_the_rows_of_one_member(monkeypatch):
     net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
     ensemble, x = embens.batch_ensemble(net, 8), torch.randn(512, 4)
     sizes = []
-    chunks = embens.EmbeddedEnsemble._chunks
+    chunks = embens.EmbeddedEnsemble.chunks
 
     def record(self, folded, arguments, chunk):
         sizes.append(chunks(self, folded, arguments, chunk))
         return sizes[-1]
 
-    monkeypatch.setattr(embens.EmbeddedEnsemble, "_chunks", record)
+    monkeypatch.setattr(embens.EmbeddedEnsemble, "chunks", record)
     ensemble(x)
     ensemble(x.expand(8, 512, 4), batch="own")
     assert sizes[0] == sizes[1]
-
-
-def test_printing_before_the_first_call_traces_once(monkeypatch):
-    traces = []
-    trace = torch.fx.Tracer.trace
-
-    def count(self, *args, **kwargs):
-        traces.append(1)
-        return trace(self, *args, **kwargs)
-
-    ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), 3)
-    monkeypatch.setattr(torch.fx.Tracer, "trace", count)
-    assert repr(ensemble) == repr(ensemble)
-    assert len(traces) == 1
-    ensemble.eval()
-    repr(ensemble)
-    assert len(traces) == 2

@@ -2,20 +2,14 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import ARCHITECTURES
 from torch import nn
 
 import embens
-from embens.graph import folding
 from embens.graph.domains import Unfoldable
 from embens.graph.folding import (
     ModuleState,
-    modulated_linear,
     rank_after,
-    repeat_rows,
-    scale_members,
-    unfold_members,
 )
 
 FOLDED = "mlp", "paper's cnn", "residual", "grouped", "transposed", "attention by hand"
@@ -64,23 +58,6 @@ def test_a_norm_before_the_first_modulation_is_updated_once_per_pass():
     assert ensemble.member(2)[0].num_batches_tracked == 1
 
 
-class Reshaping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.b(self.a(x).view(-1, 6).view(-1, 3))
-
-
-def test_reshaping_does_not_join_rows_of_two_members():
-    ensemble = embens.batch_ensemble(Reshaping(), 4)
-    assert ensemble(torch.randn(2, 3)).shape == (4, 2, 2)
-    assert ensemble.executor == "folded"
-    with pytest.raises(RuntimeError, match="not divisible"):
-        ensemble(torch.randn(1, 3))
-
-
 REFUSED = [
     (nn.GLU(dim=-2), 2),
     (nn.Softmax(0), 3),
@@ -111,24 +88,6 @@ def test_the_rank_after_a_module_is_known():
     assert rank_after(nn.GLU(dim=-2), "", 3) == 3
 
 
-class ChangedByPosition(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        F.elu(x, 1.0, True)
-        return self.b(torch.tanh(self.a(x)))
-
-
-def test_a_positional_inplace_argument_is_seen():
-    ensemble = embens.batch_ensemble(ChangedByPosition(), 2)
-    x = torch.full((2, 3), -1.0)
-    outputs = ensemble(x)
-    assert torch.equal(x, torch.full((2, 3), -1.0))
-    torch.testing.assert_close(outputs[0], ensemble.member(0)(x))
-
-
 @pytest.mark.parametrize("batch", ["own", "split"])
 def test_batches_of_members_are_folded(batch):
     reference = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2))
@@ -139,100 +98,6 @@ def test_batches_of_members_are_folded(batch):
     for a in range(3):
         part, rows = (x[a], outputs[a]) if batch == "own" else (x[a::3], outputs[a::3])
         torch.testing.assert_close(rows, ensemble.member(a)(part))
-
-
-def test_memory_of_backward_is_that_of_one_chunk():
-    reference = embens.networks.cnn((8, 16), inputs=3, outputs=5, image=16)
-    ensemble = embens.batch_ensemble(reference, 8)
-    x, target = torch.randn(16, 3, 16, 16), torch.randint(5, (16,))
-
-    def most_saved(run) -> int:
-        sizes = {"alive": 0, "peak": 0}
-
-        class Saved:
-            def __init__(self, tensor):
-                self.tensor = tensor
-                sizes["alive"] += tensor.numel()
-                sizes["peak"] = max(sizes.values())
-
-            def __del__(self):
-                sizes["alive"] -= self.tensor.numel()
-
-        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-            run()
-        return sizes["peak"]
-
-    single = most_saved(lambda: F.cross_entropy(reference(x), target).backward())
-    whole = most_saved(lambda: ensemble.objective(ensemble(x), target).backward())
-    stepwise = most_saved(lambda: ensemble.backward(x, target, chunk=1))
-    assert stepwise < 1.5 * single < whole / 4
-
-
-MEMBERS, ROWS = 3, 5
-
-
-def random(*shape):
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
-def by_hand(x, weight, bias, pre, post):
-    """Return the outputs of all members, one after another."""
-    outputs = []
-    for a, rows in enumerate(x.unflatten(0, (MEMBERS, -1))):
-        member_weight, member_bias = weight, bias
-        if post is not None:
-            member_weight = member_weight * post[a].repeat_interleave(2)
-        if pre is not None:
-            member_weight = pre[a][:, None] * member_weight
-            member_bias = None if bias is None else pre[a] * bias
-        outputs.append(F.linear(rows, member_weight, member_bias))
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1e9], ids=["weights", "activations"])
-@pytest.mark.parametrize("axes", [(), (4,)], ids=["rows", "tokens"])
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("sides", ["both", "pre", "post"])
-def test_a_modulated_layer_has_the_weights_of_its_member(monkeypatch, ratio, axes, has_bias, sides):
-    monkeypatch.setattr(folding, "MERGING_RATIO", ratio)
-    x, weight = random(MEMBERS * ROWS, *axes, 6), random(4, 6)
-    bias = random(4) if has_bias else None
-    pre = random(MEMBERS, 4) if sides != "post" else None
-    post = random(MEMBERS, 3) if sides != "pre" else None
-    leaves = [leaf for leaf in (x, weight, bias, pre, post) if leaf is not None]
-
-    outputs = modulated_linear(x, weight, bias, pre, post, 2, MEMBERS, False)
-    expected = by_hand(x, weight, bias, pre, post)
-    torch.testing.assert_close(outputs, expected)
-    direction = torch.randn_like(outputs)
-    torch.testing.assert_close(
-        torch.autograd.grad(outputs, leaves, direction),
-        torch.autograd.grad(expected, leaves, direction),
-    )
-
-
-def test_weights_of_one_member_are_merged(monkeypatch):
-    monkeypatch.setattr(folding, "MERGING_RATIO", 0.0)
-    x, weight, bias = random(ROWS, 6), random(4, 6), random(4)
-    pre, post = random(1, 4), random(1, 6)
-    outputs = modulated_linear(x, weight, bias, pre, post, 1, 1, False)
-    torch.testing.assert_close(outputs, pre * F.linear(x * post, weight, bias))
-
-
-def test_a_shared_input_is_repeated_for_each_member():
-    x, weight, pre = random(ROWS, 6), random(4, 6), random(MEMBERS, 4)
-    outputs = modulated_linear(x, weight, None, pre, None, 1, MEMBERS, True)
-    repeated = modulated_linear(repeat_rows(x, MEMBERS), weight, None, pre, None, 1, MEMBERS, False)
-    torch.testing.assert_close(outputs, repeated)
-    assert unfold_members(outputs, MEMBERS).shape == (MEMBERS, ROWS, 4)
-
-
-def test_channels_before_positions_are_scaled():
-    x, values = random(MEMBERS * ROWS, 4, 2, 3), random(MEMBERS, 4)
-    scaled = scale_members(x, values, MEMBERS, 2, 1, False).unflatten(0, (MEMBERS, -1))
-    for a in range(MEMBERS):
-        expected = x.unflatten(0, (MEMBERS, -1))[a] * values[a][:, None, None]
-        torch.testing.assert_close(scaled[a], expected)
 
 
 class Scaled(nn.Module):

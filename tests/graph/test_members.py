@@ -1,18 +1,21 @@
-"""Layers with separate tensors of members, in the folded form, against torch's layers."""
+"""What the suffix of a folded network calls, against layers of the members."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from embens.graph import members
 from embens.graph.members import (
     blocks_of,
     low_rank_linear,
     low_rank_weights,
-    member_batch_norm,
-    member_convolution,
     member_embedding,
-    member_layer_norm,
     member_linear,
+    modulated_linear,
+    repeat_rows,
+    scale_members,
+    unfold_members,
 )
 
 COUNT, ROWS = 3, 4
@@ -46,37 +49,73 @@ def test_low_rank_layers_are_those_of_the_members(is_shared, rows):
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_embeddings_and_convolutions_are_those_of_the_members(is_shared):
+def test_embeddings_are_those_of_the_members(is_shared):
     tokens = torch.randint(7, (ROWS if is_shared else COUNT * ROWS, 2))
     tables = torch.randn(COUNT, 7, 5)
     outputs = member_embedding(tokens, tables, COUNT, is_shared).chunk(COUNT)
     for a, block in enumerate(blocks_of(tokens, COUNT, is_shared)):
         torch.testing.assert_close(outputs[a], tables[a][block])
-    x, weights = rows_of(is_shared, 2, 6), torch.randn(COUNT, 4, 2, 3)
-    outputs = member_convolution(x, weights, None, COUNT, is_shared, "conv1d", {"padding": 1})
-    for a, block in enumerate(blocks_of(x, COUNT, is_shared)):
-        expected = nn.functional.conv1d(block, weights[a], padding=1)
-        torch.testing.assert_close(outputs.chunk(COUNT)[a], expected)
 
 
-def test_batch_norms_have_the_statistics_of_their_members():
-    x = rows_of(False, 5)
-    norms = [nn.BatchNorm1d(5) for _ in range(COUNT)]
-    expected = [norm(block) for norm, block in zip(norms, x.chunk(COUNT), strict=True)]
-    means, variances = torch.zeros(COUNT, 5), torch.ones(COUNT, 5)
-    batches = torch.zeros(COUNT, dtype=torch.long)
-    tensors = (means, variances, norms[0].weight, norms[0].bias, batches)
-    separate = (True, True, False, False, True)
-    outputs = member_batch_norm(x, COUNT, tensors, separate, True, 0.1, 1e-5)
-    torch.testing.assert_close(outputs, torch.cat(expected))
-    torch.testing.assert_close(means, torch.stack([norm.running_mean for norm in norms]))
-    torch.testing.assert_close(variances, torch.stack([norm.running_var for norm in norms]))
-    assert batches.tolist() == [1] * COUNT
+def random(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-def test_layer_norms_have_the_scales_of_their_members():
-    x, weight, bias = rows_of(False, 2, 5), torch.randn(COUNT, 5), torch.randn(COUNT, 5)
-    outputs = member_layer_norm(x, weight, bias, [5], 1e-5, COUNT).chunk(COUNT)
-    for a, block in enumerate(x.chunk(COUNT)):
-        expected = nn.functional.layer_norm(block, [5], weight[a], bias[a])
-        torch.testing.assert_close(outputs[a], expected)
+def by_hand(x, weight, bias, pre, post):
+    """Return the outputs of all members, one after another."""
+    outputs = []
+    for a, rows in enumerate(x.unflatten(0, (COUNT, -1))):
+        member_weight, member_bias = weight, bias
+        if post is not None:
+            member_weight = member_weight * post[a].repeat_interleave(2)
+        if pre is not None:
+            member_weight = pre[a][:, None] * member_weight
+            member_bias = None if bias is None else pre[a] * bias
+        outputs.append(F.linear(rows, member_weight, member_bias))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1e9], ids=["weights", "activations"])
+@pytest.mark.parametrize("axes", [(), (4,)], ids=["rows", "tokens"])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("sides", ["both", "pre", "post"])
+def test_a_modulated_layer_has_the_weights_of_its_member(monkeypatch, ratio, axes, has_bias, sides):
+    monkeypatch.setattr(members, "MERGING_RATIO", ratio)
+    x, weight = random(COUNT * ROWS, *axes, 6), random(4, 6)
+    bias = random(4) if has_bias else None
+    pre = random(COUNT, 4) if sides != "post" else None
+    post = random(COUNT, 3) if sides != "pre" else None
+    leaves = [leaf for leaf in (x, weight, bias, pre, post) if leaf is not None]
+
+    outputs = modulated_linear(x, weight, bias, pre, post, 2, COUNT, False)
+    expected = by_hand(x, weight, bias, pre, post)
+    torch.testing.assert_close(outputs, expected)
+    direction = torch.randn_like(outputs)
+    torch.testing.assert_close(
+        torch.autograd.grad(outputs, leaves, direction),
+        torch.autograd.grad(expected, leaves, direction),
+    )
+
+
+def test_weights_of_one_member_are_merged(monkeypatch):
+    monkeypatch.setattr(members, "MERGING_RATIO", 0.0)
+    x, weight, bias = random(ROWS, 6), random(4, 6), random(4)
+    pre, post = random(1, 4), random(1, 6)
+    outputs = modulated_linear(x, weight, bias, pre, post, 1, 1, False)
+    torch.testing.assert_close(outputs, pre * F.linear(x * post, weight, bias))
+
+
+def test_a_shared_input_is_repeated_for_each_member():
+    x, weight, pre = random(ROWS, 6), random(4, 6), random(COUNT, 4)
+    outputs = modulated_linear(x, weight, None, pre, None, 1, COUNT, True)
+    repeated = modulated_linear(repeat_rows(x, COUNT), weight, None, pre, None, 1, COUNT, False)
+    torch.testing.assert_close(outputs, repeated)
+    assert unfold_members(outputs, COUNT).shape == (COUNT, ROWS, 4)
+
+
+def test_channels_before_positions_are_scaled():
+    x, values = random(COUNT * ROWS, 4, 2, 3), random(COUNT, 4)
+    scaled = scale_members(x, values, COUNT, 2, 1, False).unflatten(0, (COUNT, -1))
+    for a in range(COUNT):
+        expected = x.unflatten(0, (COUNT, -1))[a] * values[a][:, None, None]
+        torch.testing.assert_close(scaled[a], expected)

@@ -26,11 +26,11 @@ from embens.ensemble.merged import (
     plain_network,
     private_arguments,
 )
-from embens.graph.folding import Folded
+from embens.graph.members import Folded
 from embens.graph.snapshots import unchanged_random_state
 
 if TYPE_CHECKING:
-    from embens.ensemble.module import EmbeddedEnsemble
+    from embens.ensemble.module import EmbeddedEnsemble, Folding
 
 LARGEST_TOLERANCE = 0.2
 ROUNDING = 30
@@ -47,7 +47,7 @@ _LOCK = threading.RLock()  # comparisons share the global random generators
 
 def check_folding(
     ensemble: "EmbeddedEnsemble",
-    folding: Any,
+    folding: "Folding",
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
     arguments: list[Tensor],
@@ -69,6 +69,7 @@ def check_folding(
             inputs = tree_map_only(Tensor, lambda x: x[0], inputs)
             arguments = [x[0] for x in arguments]
         try:
+            assert folding.folded is not None
             difference = find_difference(
                 ensemble, folding.folded, inputs, kwargs, arguments, precision
             )

@@ -8,7 +8,6 @@ can be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.
 
 import copy
 import inspect
-import math
 import operator
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,16 +24,14 @@ from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 from embens.ensemble.merged import MergedExecutor
 from embens.ensemble.separation import expand_buffers, separate_buffers
 from embens.graph.domains import Unfoldable
-from embens.graph.folding import Folded, ModuleState, fold
+from embens.graph.folding import ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
+from embens.graph.members import Folded, FoldedPass
 from embens.graph.reading import Flow, detached_state, has_user_code
 from embens.graph.snapshots import HOOKS, STANDARD_ATTRIBUTES
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, Site, find_layers
-from embens.trees import check_same_structure, gather
-
-FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
-"""Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
+from embens.trees import check_same_structure, gather, join_members
 
 MOST_FOLDINGS = 16
 """Number of folded forms that are kept, for different modes, arguments and attributes."""
@@ -139,8 +136,8 @@ class EmbeddedEnsemble(nn.Module):
         """Forget everything that is derived from the reference, the spec and the values."""
         self.flow = flow
         self._merged: MergedExecutor | None = None
-        self.foldings: list[_Folding] = []  # the latest first
-        self.preview: _Folding | None = None  # for ``print`` before the first call
+        self.foldings: list[Folding] = []  # the latest first
+        self.preview: Folding | None = None  # for ``print`` before the first call
         self.call_reason = ""  # why the latest call could not be folded, whatever the code does
         self.argument_names: list[str] | None = None
 
@@ -372,24 +369,24 @@ class EmbeddedEnsemble(nn.Module):
         if len(outputs) == 1:
             return outputs[0]
         check_same_structure(outputs)
-        return gather(outputs, _join_members)
+        return gather(outputs, join_members)
 
     def _run_chunks(
         self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool
     ) -> Iterator[Any]:
         """Yield the outputs of one chunk of members after another, members first."""
-        folded, arguments = self._folded_for(inputs, kwargs, per_member)
+        folded, arguments = self.folded_for(inputs, kwargs, per_member)
         values = self.sample_values()
         if folded is None:
             yield from self.merged.run_members(inputs, kwargs, values, per_member=per_member)
             return
-        folded_pass = _FoldedPass(self, folded, arguments, values, per_member=per_member)
+        folded_pass = FoldedPass(folded, arguments, values, self.members, per_member=per_member)
         if per_member:
             arguments = [argument[0] for argument in arguments]
-        for start, count in self._chunks(folded, arguments, chunk):
+        for start, count in self.chunks(folded, arguments, chunk):
             yield folded_pass.run(start, count)
 
-    def _chunks(
+    def chunks(
         self, folded: Folded, arguments: list[Tensor], chunk: int | None
     ) -> list[tuple[int, int]]:
         """Return first member and number of members of each chunk.
@@ -401,29 +398,11 @@ class EmbeddedEnsemble(nn.Module):
         """
         size = self.chunk if chunk is None else chunk
         if size is None:
-            size = self._default_chunk(folded, arguments)
+            size = folded.default_chunk(arguments, self.members)
         elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"chunk must be a positive integer, got {size!r}.")
         starts = range(0, self.members, size)
         return [(start, min(size, self.members - start)) for start in starts]
-
-    def _default_chunk(self, folded: Folded, arguments: list[Tensor]) -> int:
-        """Return how many members run together: as many as keep activations small."""
-        if self.members == 1 or torch.compiler.is_compiling() or not arguments:
-            return self.members
-        x = arguments[0]
-        device = x.device.type
-        if folded.has_convolutions and device == "cpu":
-            return 1  # large batches of images leave the cache
-        positions = x.numel()
-        if x.is_floating_point() and x.dim() > 1:
-            channels = x.shape[1] if folded.has_convolutions else x.shape[-1]
-            positions //= max(1, channels)
-        size = positions * folded.width * 4
-        most = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"]) // max(1, size)
-        most = max(1, min(self.members, most))
-        chunks = math.ceil(self.members / most)
-        return math.ceil(self.members / chunks)  # chunks of nearly equal size
 
     def sample_values(self) -> dict[str, Tensor]:
         """Return the values of all members for one pass, members first."""
@@ -431,34 +410,14 @@ class EmbeddedEnsemble(nn.Module):
         fresh_sites = [site for site in self.spec.sites if site.fresh]
         if not fresh_sites:
             return values
-        generator = None
-        if self.generator_state is not None:
-            generator = torch.Generator()
-            generator.set_state(self.generator_state.cpu())
-        for site in fresh_sites:
-            module = self.reference.get_submodule(self.layers[site.layer].module)
-            example = next(module.parameters())
-            values[site.key] = site.law.sample(
-                (self.members, site.size), generator, dtype=example.dtype, device=example.device
-            )
-        if self.generator_state is not None and generator is not None:
-            self.generator_state.copy_(generator.get_state())
+        from embens.ensemble.masks import draw_masks
+
+        values.update(draw_masks(self, fresh_sites))
         return values
-
-    def seed_masks(self, generator: torch.Generator) -> None:
-        """Draw the masks of later passes from a seed, not from torch's global generator.
-
-        The state of the drawing is a buffer, so it is copied and saved with the ensemble.
-
-        Args:
-            generator: Draws the seed.
-        """
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        self.generator_state = torch.Generator().manual_seed(seed).get_state()
 
     # Folded form
 
-    def _folded_for(
+    def folded_for(
         self, inputs: tuple, kwargs: dict, per_member: bool
     ) -> tuple[Folded | None, list[Tensor]]:
         """Return the folded network for a call, and its tensor arguments; None: run merged."""
@@ -491,22 +450,35 @@ class EmbeddedEnsemble(nn.Module):
             return self.foldings[index].folded, arguments
         folding = self._find_folding(ranks, constants, modes)
         if not folding.is_checked:
-            folding.crosscheck(self, inputs, kwargs, arguments)
+            from embens.ensemble.crosscheck import check_folding
+
+            check_folding(self, folding, inputs, kwargs, arguments)
         return folding.folded, arguments
 
     def _find_folding(
         self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
-    ) -> "_Folding":
+    ) -> "Folding":
         """Return the folding for one kind of call, which is made on the first such call."""
         changed = set() if self._merged is None else self._merged.changed_attributes()
         for folding in list(self.foldings):  # other threads may change the list
             if folding.fits(ranks, constants, modes, changed):
                 return folding
-        folding = _Folding(self, ranks, constants, modes, changed)
+        folding = Folding(self, ranks, constants, modes, changed)
         self.foldings = [*self.foldings[1 - MOST_FOLDINGS :], folding]
         if folding.folded is None and self._merged is None:
             self._merged = MergedExecutor(self)  # torch.compile cannot build it
         return folding
+
+    def find_preview(self, ranks: dict[str, int]) -> "Folding":
+        """Return the folding that ``print`` shows before the first call.
+
+        Args:
+            ranks: Number of axes of each tensor argument.
+        """
+        modes = (False, True, None)
+        if self.preview is None or not self.preview.fits(ranks, {}, modes, set()):
+            self.preview = Folding(self, ranks, {}, modes)
+        return self.preview
 
     @constant_when_compiled
     def _folding_index(
@@ -589,30 +561,11 @@ class EmbeddedEnsemble(nn.Module):
         Returns:
             The objective, detached.
         """
+        from embens.ensemble.accumulation import accumulate_gradients
+
         *inputs, target = inputs_and_target
         args, named = self.bind(inputs[0] if len(inputs) == 1 else inputs)
-        named = {**named, **kwargs}
-        total: Any = 0.0
-        with torch.enable_grad():
-            folded, arguments = self._folded_for(args, named, per_member=False)
-            values = self.sample_values()
-            if folded is None:
-                modules = self.reference.modules()
-                is_parametrized = any(parametrize.is_parametrized(module) for module in modules)
-                for outputs in self.merged.run_members(args, named, values):
-                    loss = optim.objective(outputs, target, criterion)
-                    # Members share the graph of parametrized weights.
-                    loss.backward(retain_graph=is_parametrized)
-                    total = total + loss.detach()
-                return total
-            folded_pass = _FoldedPass(self, folded, arguments, values, cut=True)
-            for start, count in self._chunks(folded, arguments, chunk):
-                loss = optim.objective(folded_pass.run(start, count), target, criterion)
-                loss.backward()
-                total = total + loss.detach()
-                del loss
-            folded_pass.backward_shared()
-        return total
+        return accumulate_gradients(self, args, {**named, **kwargs}, target, criterion, chunk)
 
     # Members and files
 
@@ -685,10 +638,13 @@ class EmbeddedEnsemble(nn.Module):
     ) -> None:
         start = f"{prefix}individual."
         saved_names = [key.removeprefix(start) for key in state_dict if key.startswith(start)]
-        if any(name.replace("/", ".") not in self.individual for name in saved_names):
+        saved, present = set(saved_names), set(self.individual.state_dict())
+        if saved - present:
             # Members had separate buffers when the state was saved.
             separate_buffers(self, saved_names)
-        expand_buffers(self, state_dict, prefix)
+        if present - saved:
+            # Buffers were separated after the state was saved.
+            expand_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(
             state_dict,
             prefix,
@@ -748,12 +704,9 @@ class EmbeddedEnsemble(nn.Module):
         save_pretrained(self, folder, shared=shared, base=base, results=results or {})
 
     def extra_repr(self) -> str:
-        shared = sum(parameter.numel() for parameter in self.shared_parameters())
-        individual = sum(parameter.numel() for parameter in self.individual_parameters())
-        return (
-            f"{self.spec.family}, members={self.members}, shared parameters={shared:,}, "
-            f"individual parameters={individual:,}, runs {self.executor}"
-        )
+        from embens.ensemble.description import describe_ensemble
+
+        return describe_ensemble(self)
 
     @property
     def executor(self) -> str:
@@ -761,26 +714,12 @@ class EmbeddedEnsemble(nn.Module):
 
         Before the first call it is determined for an input with two axes.
         """
-        if self.call_reason:
-            return f"merged: {self.call_reason}"
-        folding = self.foldings[-1] if self.foldings else None
-        if folding is None:
-            names = _required_names(self.reference)
-            if not names:
-                return "merged: its arguments are not fixed"
-            ranks = dict.fromkeys(names, 2)
-            modes = (False, True, None)
-            if self.preview is None or not self.preview.fits(ranks, {}, modes, set()):
-                self.preview = _Folding(self, ranks, {}, modes)
-            folding = self.preview
-            if folding.folded is None and "cannot trace" not in folding.reason:
-                return "folded or merged, depending on the input"
-        if folding.folded is not None:
-            return "folded"
-        return f"merged: {folding.reason}"
+        from embens.ensemble.description import describe_executor
+
+        return describe_executor(self)
 
 
-class _Folding:
+class Folding:
     """The folded form for one kind of call, or the reason why there is none."""
 
     def __init__(
@@ -817,25 +756,6 @@ class _Folding:
             self.folded = None
             self.reason = str(error)
 
-    def crosscheck(
-        self,
-        ensemble: EmbeddedEnsemble,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        arguments: list[Tensor],
-    ) -> None:
-        """Compare one member with a plain network; on a difference the ensemble runs merged.
-
-        Args:
-            ensemble: the ensemble.
-            inputs: positional arguments of the first call.
-            kwargs: its keyword arguments.
-            arguments: its tensor arguments.
-        """
-        from embens.ensemble.crosscheck import check_folding
-
-        check_folding(ensemble, self, inputs, kwargs, arguments)
-
     def fits(
         self,
         ranks: dict[str, int],
@@ -861,84 +781,6 @@ class _Folding:
         if self.state.change():
             return False
         return self.guard is None or self.guard.holds()
-
-
-class _FoldedPass:
-    """One pass through a folded network.
-
-    Args:
-        ensemble: The ensemble.
-        folded: Its folded form.
-        arguments: Tensor arguments.
-        values: Values of all members.
-        per_member: Whether arguments have the members as their first axis.
-        cut: Whether shared values are detached, so that every chunk can be backpropagated alone.
-    """
-
-    def __init__(
-        self,
-        ensemble: EmbeddedEnsemble,
-        folded: Folded,
-        arguments: list[Tensor],
-        values: dict[str, Tensor],
-        *,
-        per_member: bool = False,
-        cut: bool = False,
-    ):
-        self.members = ensemble.members
-        self.folded = folded
-        self.arguments = arguments
-        self.per_member = per_member
-        self.values = [values[name] for name in folded.values]
-        self.tensors = [getattr(module, name) for module, name in folded.tensors]
-        self.shared: Any = ()
-        if not per_member:
-            self.shared = folded.prefix.forward(*self.tensors, *arguments)
-        self.leaves = self.shared
-        if cut:
-            self.leaves = [_leaf(value) for value in self.shared]
-
-    def run(self, start: int, count: int) -> Any:
-        """Return the outputs of a chunk of members, members first."""
-        values = self.values
-        if count != self.members:
-            values = [value.narrow(0, start, count) for value in values]
-        shared = self.leaves
-        if self.per_member:
-            rows = [x.narrow(0, start, count).flatten(0, 1) for x in self.arguments]
-            shared = self.folded.prefix.forward(*self.tensors, *rows)
-        return self.folded.suffix.forward(count, *shared, *self.tensors, *values)
-
-    def backward_shared(self) -> None:
-        """Backpropagate what the chunks left at the shared values."""
-        outputs, gradients = [], []
-        for value, leaf in zip(self.shared, self.leaves, strict=True):
-            if isinstance(leaf, Tensor) and leaf.grad is not None and value.requires_grad:
-                outputs.append(value)
-                gradients.append(leaf.grad)
-        if outputs:
-            torch.autograd.backward(outputs, gradients)
-
-
-def _leaf(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.requires_grad:
-        return value.detach().requires_grad_()
-    return value
-
-
-def _join_members(outputs: list[Tensor]) -> Tensor:
-    """Concatenate the outputs of chunks of members; raise if members differ in shape."""
-    try:
-        return torch.cat(outputs)
-    except RuntimeError as error:
-        # Shapes are compared only now: an exporter would fix the sizes that are compared.
-        shapes = {tuple(output.shape[1:]) for output in outputs}
-        if len(shapes) == 1:
-            raise
-        raise ValueError(
-            f"members return outputs of different shapes, {sorted(shapes)}, which cannot be "
-            "stacked. Return outputs whose shape does not depend on values."
-        ) from error
 
 
 def _refuse_held_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
@@ -1016,12 +858,6 @@ def _argument_names(reference: nn.Module) -> list[str]:
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return []
     return [p.name for p in parameters]
-
-
-def _required_names(reference: nn.Module) -> list[str]:
-    parameters = inspect.signature(reference.forward).parameters
-    names = _argument_names(reference)
-    return [name for name in names if parameters[name].default is inspect.Parameter.empty]
 
 
 def _default_arguments(reference: nn.Module) -> dict[str, Any]:

@@ -11,43 +11,48 @@ the rest for a chunk of members. Weights of the reference and values of the memb
 the graphs, so the graphs have no state.
 """
 
-import inspect
 import keyword
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import FunctionType
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import nn
 from torch.fx.node import map_arg
-from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from embens import networks
 from embens.checks import warn
-from embens.graph.domains import Domain, Unfoldable, Value
-from embens.graph.members import (
+from embens.graph.convolutions import (
     convolution_options,
-    write_batch_norm,
-    write_layer_norm,
-    write_member_layer,
+    member_convolution,
+    modulated_convolution,
 )
+from embens.graph.domains import Domain, Unfoldable, Value
+from embens.graph.functions import check_in_place, write_operation
+from embens.graph.members import (
+    Folded,
+    low_rank_linear,
+    low_rank_weights,
+    member_embedding,
+    member_linear,
+    modulated_linear,
+    repeat_rows,
+    scale_members,
+    unfold_members,
+)
+from embens.graph.norms import write_batch_norm, write_layer_norm
 from embens.graph.operations import (
-    ALIASING,
-    ALIASING_MODULES,
     DTYPE_QUERIES,
-    RANDOM_FUNCTIONS,
     RANDOM_MODULES,
     is_in_place,
     operation_name,
 )
 from embens.graph.reading import Tracer, copy_module, has_user_code
-from embens.graph.rowwise import infer
 from embens.graph.snapshots import HOOKS
 from embens.graph.tracing import StrictTracer
 from embens.sites import EnsembleSpec, Layer, Site, is_layer
@@ -76,43 +81,12 @@ IMAGE_MODULES = frozenset(
     "InstanceNorm3d".split()
 )
 
-MERGING_RATIO = 2
-"""How much smaller than the activations the weights of a Linear layer have to be to be merged.
-
-Products of activations with the weights of each member are slower than one large product.
-"""
-
 THIN_CONVOLUTION = 64
 """Largest number of products per output of a first convolution that every member repeats.
 
 Sharing its result saves these products, but every member then reads and keeps the whole result to
 multiply it. For thin convolutions, as of three colours, the products take less time and memory.
 """
-
-
-@dataclass
-class Folded:
-    """A folded network.
-
-    Attributes:
-        prefix: Computes the shared values; takes the tensors, then the arguments.
-        suffix: Computes the outputs of a chunk; takes the number of members, the shared values, the
-            tensors and the members' values.
-        arguments: Names of the arguments that the prefix takes.
-        tensors: Modules of the reference and names of their parameters and buffers that both graphs
-            take.
-        values: Names of the members' values that the suffix takes.
-        has_convolutions: Whether a convolution runs for each member.
-        width: Largest number of channels of the layers that run for each member.
-    """
-
-    prefix: torch.fx.GraphModule
-    suffix: torch.fx.GraphModule
-    arguments: list[str]
-    tensors: list[tuple[nn.Module, str]]
-    values: list[str]
-    has_convolutions: bool
-    width: int
 
 
 def fold(
@@ -318,7 +292,7 @@ class Rewriter:
             elif node.op == "output":
                 self._add_output(node)
             else:
-                self._add_operation(node)
+                write_operation(self, node)
         self.prefix.output(tuple(self.in_prefix[node] for node in self.border))
         argument_nodes = [node for node in self.prefix.nodes if node.op == "placeholder"]
         tensor_nodes = list(self.tensors.values())
@@ -453,78 +427,11 @@ class Rewriter:
         environment = self.in_suffix if is_member else self.in_prefix
         environment[node] = copied
 
-    def _add_operation(self, node: torch.fx.Node) -> None:
-        if is_in_place(operation_name(node.target)) and self._is_number(node.args[:1]):
-            # Numbers such as sizes do not change, whatever the operator.
-            node.target = getattr(operator, operation_name(node.target)[1:])
-        full_name = operation_name(node.target)
-        name = full_name.strip("_")
-        if node.kwargs.get("out") is not None:
-            raise Unfoldable(f"{name!r} writes its result into a tensor (out=)")
-        is_changing = is_in_place(full_name) or bool(node.kwargs.get("inplace"))
-        is_changing = is_changing or _is_in_place_by_position(node)
-        if is_changing:
-            self._check_in_place(node)
-        facts: Any = self.facts
-        args: Any = map_arg(node.args, lambda source: facts[source])
-        kwargs: Any = map_arg(dict(node.kwargs), lambda source: facts[source])
-        value = infer(name, list(args), dict(kwargs))
-        is_random = name in RANDOM_FUNCTIONS
-        if name == "dropout":
-            training = args[2] if len(args) > 2 else kwargs.get("training", True)
-            is_random = training is not False
-        if name == "scaled_dot_product_attention":
-            dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-            is_random = dropout != 0.0
-        if is_random:
-            # Random values differ between members.
-            self._refuse_shared_change(node, is_changing)
-            value = replace(value, domain=Domain.MEMBER)
-        self.emit(node, value)
-        if name in ("view", "reshape") and value.domain is Domain.MEMBER:
-            rows = self.in_suffix[node]
-            self.in_suffix[node] = self.suffix.call_function(whole_blocks, (rows, self.count))
-        if name == "squeeze":
-            self._check_rank(node, value)
-
-    def _check_rank(self, node: torch.fx.Node, value: Value) -> None:
-        """Let the graph check that an axis was removed, which depends on its size."""
-        for graph, environment in ((self.prefix, self.in_prefix), (self.suffix, self.in_suffix)):
-            if node in environment:
-                arguments = (environment[node], value.rank)
-                environment[node] = graph.call_function(squeezed, arguments)
-
-    def _is_number(self, sources: Sequence[Any]) -> bool:
-        """Return whether the first of some arguments is a size or another number."""
-        source = sources[0] if sources else None
-        return isinstance(source, torch.fx.Node) and self.facts[source].kind in ("rows", "other")
-
-    def _check_in_place(self, node: torch.fx.Node) -> None:
-        """Refuse in-place operations on values that are used elsewhere.
-
-        A value may be computed once and used by several chunks of members.
-        """
-        target = node.args[0] if node.args else None
-        if not isinstance(target, torch.fx.Node) or target.op in ("placeholder", "get_attr"):
-            raise Unfoldable("its code changes an input or a tensor in place")
-        if len(target.users) > 1 or self._may_alias(target):
-            raise Unfoldable("its code changes a value in place that is used elsewhere")
-        domains = [self.facts[source].domain for source in node.all_input_nodes]
-        is_shared = target in self.border and target not in self.in_suffix
-        if self.facts[target].domain < max(domains) or is_shared:
-            raise Unfoldable("its code changes a shared value in place")
-
-    def _refuse_shared_change(self, node: torch.fx.Node, is_changing: bool) -> None:
+    def refuse_shared_change(self, node: torch.fx.Node, is_changing: bool) -> None:
         """Refuse a random operation that changes in place what members share."""
         target: Any = node.args[0]
         if is_changing and self.facts[target].domain is not Domain.MEMBER:
             raise Unfoldable("its code drops parts of a shared value in place")
-
-    def _may_alias(self, node: torch.fx.Node) -> bool:
-        """Return whether a value may be, or share memory with, the input of its operation."""
-        if node.op == "call_module":
-            return isinstance(self.root.get_submodule(str(node.target)), ALIASING_MODULES)
-        return operation_name(node.target) in ALIASING
 
     def _add_module(self, node: torch.fx.Node) -> None:
         module = self.root.get_submodule(str(node.target))
@@ -540,7 +447,7 @@ class Rewriter:
         if value.kind != "tensor" or value.rank is None or value.domain is Domain.CONSTANT:
             raise Unfoldable(f"the input of {name!r} has no batch axis")
         if getattr(module, "inplace", False):
-            self._check_in_place(node)
+            check_in_place(self, node)
         result = Value(value.domain, rank_after(module, name, value.rank))
         if is_layer(module):
             self._add_layer(node, module, name, result)
@@ -552,7 +459,7 @@ class Rewriter:
             is_random = isinstance(module, RANDOM_MODULES) and module.training
             is_random = is_random or type(module).__name__.startswith("Fractional")
             if is_random and getattr(module, "p", 1.0) > 0:
-                self._refuse_shared_change(node, getattr(module, "inplace", False))
+                self.refuse_shared_change(node, getattr(module, "inplace", False))
                 result = replace(result, domain=Domain.MEMBER)
             self.emit(node, result)
 
@@ -582,7 +489,7 @@ class Rewriter:
             if pre or post:
                 raise Unfoldable(f"{name!r} has modulations and separate weights")
             value = self.facts[node.args[0]]  # type: ignore[index]
-            self._finish(node, write_member_layer(self, node, module, layer, value), result)
+            self._finish(node, self._write_member_layer(node, module, layer, value), result)
             return
         if not is_shared and not layer.mergeable:
             raise Unfoldable(f"{name!r} is not known to treat samples independently")
@@ -699,16 +606,42 @@ class Rewriter:
         arguments = (*arguments, layer.transposed, function, options)
         return self.suffix.call_function(modulated_convolution, arguments)
 
-
-def _is_in_place_by_position(node: torch.fx.Node) -> bool:
-    """Return whether a function of torch gets ``inplace=True`` without the name."""
-    if not isinstance(node.target, FunctionType) or len(node.args) < 2:
-        return False
-    names = list(inspect.signature(node.target).parameters)
-    if "inplace" not in names:
-        return False
-    index = names.index("inplace")
-    return len(node.args) > index and node.args[index] is not False
+    def _write_member_layer(
+        self, node: torch.fx.Node, module: nn.Module, layer: Layer, value: Value
+    ) -> torch.fx.Node:
+        """Write a layer with low-rank or separate weights; return its node in the suffix."""
+        if not self.is_plain(module) and type(module) is not nn.Embedding:
+            raise Unfoldable(
+                f"members have separate weights in {layer.name!r} ({type(module).__name__})"
+            )
+        is_shared = value.domain is Domain.SHARED
+        x = self.input_of(node.args[0], is_shared)
+        if layer.name in self.low_rank:
+            site = self.low_rank[layer.name]
+            weight, bias = self.weights_of(module, layer)
+            left = self.value_node(f"{layer.name}.left")
+            right = self.value_node(f"{layer.name}.right")
+            if site.kind == "additive":
+                left = self.scaled(left, self.forward_factors(module)[0])
+            if isinstance(module, nn.Linear) and site.kind == "additive":
+                arguments = (x, weight, bias, left, right, self.count, is_shared)
+                return self.suffix.call_function(low_rank_linear, arguments)
+            weights = self.suffix.call_function(low_rank_weights, (weight, left, right, site.kind))
+        else:
+            if "weight" not in self.per_member[layer.module]:
+                raise Unfoldable(f"members share the weight of {layer.name!r}")
+            weights, bias = self.weights_of(module, layer, separate=True)
+        arguments = (x, weights, bias, self.count, is_shared)
+        if isinstance(module, nn.Linear):
+            return self.suffix.call_function(member_linear, arguments)
+        if isinstance(module, nn.Embedding):
+            has_options = module.max_norm is not None or module.padding_idx is not None
+            if has_options or module.sparse or module.scale_grad_by_freq:
+                raise Unfoldable(f"the embedding {layer.name!r} has options")
+            return self.suffix.call_function(member_embedding, (x, weights, self.count, is_shared))
+        return self.suffix.call_function(
+            member_convolution, (*arguments, *convolution_options(module))
+        )
 
 
 def rank_after(module: nn.Module, name: str, rank: int) -> int:
@@ -791,176 +724,3 @@ def _is_kept(node: torch.fx.Node) -> bool:
     if node.users or node.op in ("placeholder", "output", "call_module"):
         return True
     return is_in_place(operation_name(node.target))
-
-
-# Functions of the suffix
-
-
-def repeat_rows(x: Tensor, count: int) -> Tensor:
-    """Repeat the rows of a batch as a block for each member."""
-    if count == 1:
-        return x
-    return x.unsqueeze(0).expand(count, *x.shape).flatten(0, 1)
-
-
-def whole_blocks(x: Tensor, count: int) -> Tensor:
-    """Return a reshaped value; raise if a row holds elements of several members."""
-    if x.shape[0] % count:
-        raise RuntimeError(
-            f"the reference reshapes a batch to rows of {x[0].numel()} elements, which the number "
-            f"of elements is not divisible by."
-        )
-    return x
-
-
-def squeezed(x: Tensor, rank: int) -> Tensor:
-    """Return a squeezed value; raise if the axis was not removed."""
-    if x.dim() != rank:
-        raise RuntimeError(
-            f"the reference squeezes an axis with more than one element, of a value of shape "
-            f"{tuple(x.shape)}. Squeeze axes of size 1 only."
-        )
-    return x
-
-
-def unfold_members(x: Tensor, count: int) -> Tensor:
-    """Return ``(member, row, …)`` for blocks of rows."""
-    if count == 1:
-        return x.unsqueeze(0)
-    return x.unflatten(0, (count, -1))
-
-
-def scale_members(
-    x: Tensor, values: Tensor, count: int, spatial: int, repeat: int, is_shared: bool
-) -> Tensor:
-    """Multiply the rows of each member by its values.
-
-    Args:
-        x: ``(member · row, …, channel, position…)``; without members if ``is_shared``.
-        values: ``(member, size)``.
-        count: Number of members.
-        spatial: Number of axes after the channels.
-        repeat: Number of consecutive features per value.
-        is_shared: Whether ``x`` has one block of rows for all members.
-    """
-    if values.dtype is not x.dtype:
-        values = values.to(x.dtype)
-    if repeat > 1:
-        values = values.repeat_interleave(repeat, dim=1)
-    if count == 1:
-        return x * values.view(-1, *(1,) * spatial) if spatial or x.dim() < 2 else x * values
-    if not is_shared:
-        x = x.unflatten(0, (count, -1))
-        rank = x.dim()
-    else:
-        rank = x.dim() + 1
-    if rank == 3 and not spatial:
-        values = values.unsqueeze(1)
-    else:
-        middle = (1,) * (rank - 2 - spatial)
-        values = values.view(count, *middle, values.shape[1], *(1,) * spatial)
-    return (x * values).flatten(0, 1)
-
-
-def modulated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pre: Tensor | None,
-    post: Tensor | None,
-    repeat: int,
-    count: int,
-    is_shared: bool,
-) -> Tensor:
-    """Apply a Linear layer with modulated inputs and outputs.
-
-    Activations are multiplied, or the weights of the members if these are much smaller.
-
-    Args:
-        x: ``(member · row, …, feature)``; without members if ``is_shared``.
-        weight: Shared weight ``(output, input)``.
-        bias: Shared bias, or None.
-        pre: Values of the outputs, ``(member, output)``, or None.
-        post: Values of the inputs, ``(member, input / repeat)``, or None.
-        repeat: Number of consecutive inputs per value of ``post``.
-        count: Number of members.
-        is_shared: Whether ``x`` has one block of rows for all members.
-    """
-    # A compiled graph should be right for any number of rows, so it does not compare sizes.
-    if not is_shared and pre is not None and not torch.compiler.is_compiling():
-        activations = x.numel() // x.shape[-1] * sum(weight.shape)
-        if activations > MERGING_RATIO * count * weight.numel():
-            return _linear_with_merged_weights(x, weight, bias, pre, post, repeat, count)
-    if post is not None:
-        x = scale_members(x, post, count, 0, repeat, is_shared)
-        is_shared = False
-    x = F.linear(x, weight, bias)
-    if pre is None:
-        return x
-    return scale_members(x, pre, count, 0, 1, is_shared)
-
-
-def _linear_with_merged_weights(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pre: Tensor,
-    post: Tensor | None,
-    repeat: int,
-    count: int,
-) -> Tensor:
-    """Apply a Linear layer with a weight for each member; see :func:`modulated_linear`."""
-    pre = pre.to(weight.dtype)
-    weights = pre.unsqueeze(2) * weight
-    if post is not None:
-        if repeat > 1:
-            post = post.repeat_interleave(repeat, dim=1)
-        weights = weights * post.to(weight.dtype).unsqueeze(1)
-    if bias is not None:
-        bias = pre * bias
-    if count == 1:
-        return F.linear(x, weights[0], None if bias is None else bias[0])
-    rows = x.reshape(count, -1, x.shape[-1])
-    if bias is None:
-        outputs = torch.bmm(rows, weights.mT)
-    else:
-        outputs = torch.baddbmm(bias.unsqueeze(1), rows, weights.mT)
-    return outputs.view(*x.shape[:-1], -1)
-
-
-def modulated_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pre: Tensor,
-    post: Tensor | None,
-    repeat: int,
-    count: int,
-    is_shared: bool,
-    transposed: bool,
-    function: str,
-    options: dict[str, Any],
-) -> Tensor:
-    """Apply a convolution with modulated outputs and, unless ``post`` is None, inputs.
-
-    Weights are smaller than activations, so a single member's weights are merged.
-    """
-    convolve = getattr(F, function)
-    spatial = x.dim() - 2
-    # A compiled graph should be right for any number of rows, so it does not compare sizes.
-    is_small = torch.compiler.is_compiling() or weight.numel() < x.numel()
-    if count == 1 and is_small and (post is None or options["groups"] == 1):
-        scale = pre.to(weight.dtype).mT
-        if post is not None:
-            scale = scale * post.to(weight.dtype)
-        if transposed:
-            scale = scale.mT
-        weight = weight * scale.view(*scale.shape, *(1,) * spatial)
-        if bias is not None:
-            bias = bias * pre[0].to(bias.dtype)
-        return convolve(x, weight, bias, **options)
-    if post is not None:
-        x = scale_members(x, post, count, spatial, repeat, is_shared)
-        is_shared = False
-    x = convolve(x, weight, bias, **options)
-    return scale_members(x, pre, count, spatial, 1, is_shared)

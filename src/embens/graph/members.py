@@ -1,121 +1,257 @@
-"""Layers of which members have separate tensors, in the folded form.
+"""The folded network, one pass through it, and the functions that its suffix calls.
 
-Functions named ``write_…`` add a layer to the suffix of a folded network; the others are what the
-suffix calls. Rows of the members are consecutive blocks of the first axis. If ``is_shared``, the
-input has one block that stands for all members.
+Rows of the members are consecutive blocks of the first axis. If ``is_shared``, the input has one
+block that stands for all members.
 """
 
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embens.graph.domains import Domain, Unfoldable, Value
-from embens.sites import Layer
+FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
+"""Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
 
-if TYPE_CHECKING:
-    from embens.graph.folding import Rewriter
+MERGING_RATIO = 2
+"""How much smaller than the activations the weights of a Linear layer have to be to be merged.
+
+Products of activations with the weights of each member are slower than one large product.
+"""
 
 
-def write_member_layer(
-    rewriter: "Rewriter", node: torch.fx.Node, module: nn.Module, layer: Layer, value: Value
-) -> torch.fx.Node:
-    """Write a layer with low-rank or separate weights; return its node in the suffix."""
-    if not rewriter.is_plain(module) and type(module) is not nn.Embedding:
-        raise Unfoldable(
-            f"members have separate weights in {layer.name!r} ({type(module).__name__})"
+@dataclass
+class Folded:
+    """A folded network.
+
+    Attributes:
+        prefix: Computes the shared values; takes the tensors, then the arguments.
+        suffix: Computes the outputs of a chunk; takes the number of members, the shared values, the
+            tensors and the members' values.
+        arguments: Names of the arguments that the prefix takes.
+        tensors: Modules of the reference and names of their parameters and buffers that both graphs
+            take.
+        values: Names of the members' values that the suffix takes.
+        has_convolutions: Whether a convolution runs for each member.
+        width: Largest number of channels of the layers that run for each member.
+    """
+
+    prefix: torch.fx.GraphModule
+    suffix: torch.fx.GraphModule
+    arguments: list[str]
+    tensors: list[tuple[nn.Module, str]]
+    values: list[str]
+    has_convolutions: bool
+    width: int
+
+    def default_chunk(self, arguments: list[Tensor], members: int) -> int:
+        """Return how many members run together: as many as keep activations small.
+
+        Args:
+            arguments: Tensor arguments of one member.
+            members: Number of members.
+        """
+        if members == 1 or torch.compiler.is_compiling() or not arguments:
+            return members
+        x = arguments[0]
+        device = x.device.type
+        if self.has_convolutions and device == "cpu":
+            return 1  # large batches of images leave the cache
+        positions = x.numel()
+        if x.is_floating_point() and x.dim() > 1:
+            channels = x.shape[1] if self.has_convolutions else x.shape[-1]
+            positions //= max(1, channels)
+        size = positions * self.width * 4
+        most = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"]) // max(1, size)
+        most = max(1, min(members, most))
+        chunks = math.ceil(members / most)
+        return math.ceil(members / chunks)  # chunks of nearly equal size
+
+
+class FoldedPass:
+    """One pass through a folded network.
+
+    Args:
+        folded: The network.
+        arguments: Tensor arguments.
+        values: Values of all members by name.
+        members: Number of members.
+        per_member: Whether arguments have the members as their first axis.
+
+    Attributes:
+        shared: Values that members share, computed once; empty for arguments of each member.
+    """
+
+    def __init__(
+        self,
+        folded: Folded,
+        arguments: list[Tensor],
+        values: dict[str, Tensor],
+        members: int,
+        *,
+        per_member: bool = False,
+    ):
+        self.members = members
+        self.folded = folded
+        self.arguments = arguments
+        self.per_member = per_member
+        self.values = [values[name] for name in folded.values]
+        self.tensors = [getattr(module, name) for module, name in folded.tensors]
+        self.shared: Any = ()
+        if not per_member:
+            self.shared = folded.prefix.forward(*self.tensors, *arguments)
+
+    def run(self, start: int, count: int) -> Any:
+        """Return the outputs of a chunk of members, members first."""
+        values = self.values
+        if count != self.members:
+            values = [value.narrow(0, start, count) for value in values]
+        shared = self.shared
+        if self.per_member:
+            rows = [x.narrow(0, start, count).flatten(0, 1) for x in self.arguments]
+            shared = self.folded.prefix.forward(*self.tensors, *rows)
+        return self.folded.suffix.forward(count, *shared, *self.tensors, *values)
+
+
+# Modulations
+
+
+def repeat_rows(x: Tensor, count: int) -> Tensor:
+    """Repeat the rows of a batch as a block for each member."""
+    if count == 1:
+        return x
+    return x.unsqueeze(0).expand(count, *x.shape).flatten(0, 1)
+
+
+def whole_blocks(x: Tensor, count: int) -> Tensor:
+    """Return a reshaped value; raise if a row holds elements of several members."""
+    if x.shape[0] % count:
+        raise RuntimeError(
+            f"the reference reshapes a batch to rows of {x[0].numel()} elements, which the number "
+            f"of elements is not divisible by."
         )
-    is_shared = value.domain is Domain.SHARED
-    x = rewriter.input_of(node.args[0], is_shared)
-    if layer.name in rewriter.low_rank:
-        site = rewriter.low_rank[layer.name]
-        weight, bias = rewriter.weights_of(module, layer)
-        left = rewriter.value_node(f"{layer.name}.left")
-        right = rewriter.value_node(f"{layer.name}.right")
-        if site.kind == "additive":
-            left = rewriter.scaled(left, rewriter.forward_factors(module)[0])
-        if isinstance(module, nn.Linear) and site.kind == "additive":
-            arguments = (x, weight, bias, left, right, rewriter.count, is_shared)
-            return rewriter.suffix.call_function(low_rank_linear, arguments)
-        weights = rewriter.suffix.call_function(low_rank_weights, (weight, left, right, site.kind))
+    return x
+
+
+def squeezed(x: Tensor, rank: int) -> Tensor:
+    """Return a squeezed value; raise if the axis was not removed."""
+    if x.dim() != rank:
+        raise RuntimeError(
+            f"the reference squeezes an axis with more than one element, of a value of shape "
+            f"{tuple(x.shape)}. Squeeze axes of size 1 only."
+        )
+    return x
+
+
+def unfold_members(x: Tensor, count: int) -> Tensor:
+    """Return ``(member, row, …)`` for blocks of rows."""
+    if count == 1:
+        return x.unsqueeze(0)
+    return x.unflatten(0, (count, -1))
+
+
+def scale_members(
+    x: Tensor, values: Tensor, count: int, spatial: int, repeat: int, is_shared: bool
+) -> Tensor:
+    """Multiply the rows of each member by its values.
+
+    Args:
+        x: ``(member · row, …, channel, position…)``; without members if ``is_shared``.
+        values: ``(member, size)``.
+        count: Number of members.
+        spatial: Number of axes after the channels.
+        repeat: Number of consecutive features per value.
+        is_shared: Whether ``x`` has one block of rows for all members.
+    """
+    if values.dtype is not x.dtype:
+        values = values.to(x.dtype)
+    if repeat > 1:
+        values = values.repeat_interleave(repeat, dim=1)
+    if count == 1:
+        return x * values.view(-1, *(1,) * spatial) if spatial or x.dim() < 2 else x * values
+    if not is_shared:
+        x = x.unflatten(0, (count, -1))
+        rank = x.dim()
     else:
-        if "weight" not in rewriter.per_member[layer.module]:
-            raise Unfoldable(f"members share the weight of {layer.name!r}")
-        weights, bias = rewriter.weights_of(module, layer, separate=True)
-    arguments = (x, weights, bias, rewriter.count, is_shared)
-    if isinstance(module, nn.Linear):
-        return rewriter.suffix.call_function(member_linear, arguments)
-    if isinstance(module, nn.Embedding):
-        has_options = module.max_norm is not None or module.padding_idx is not None
-        if has_options or module.sparse or module.scale_grad_by_freq:
-            raise Unfoldable(f"the embedding {layer.name!r} has options")
-        return rewriter.suffix.call_function(
-            member_embedding, (x, weights, rewriter.count, is_shared)
-        )
-    return rewriter.suffix.call_function(
-        member_convolution, (*arguments, *convolution_options(module))
-    )
+        rank = x.dim() + 1
+    if rank == 3 and not spatial:
+        values = values.unsqueeze(1)
+    else:
+        middle = (1,) * (rank - 2 - spatial)
+        values = values.view(count, *middle, values.shape[1], *(1,) * spatial)
+    return (x * values).flatten(0, 1)
 
 
-def write_batch_norm(rewriter: "Rewriter", node: torch.fx.Node, module: Any, name: str) -> Any:
-    """Write a BatchNorm with statistics of each member; return its node in the suffix."""
-    separate = rewriter.per_member.get(name, set())
-    if module.running_mean is not None:
-        if module.momentum is None:
-            raise Unfoldable(f"{name!r} averages its statistics cumulatively")
-        if "running_mean" not in separate:
-            raise Unfoldable(f"members share the running statistics of {name!r}")
-    tensors = []
-    flags = []
-    for tensor in ("running_mean", "running_var", "weight", "bias", "num_batches_tracked"):
-        full_name = f"{name}.{tensor}".lstrip(".")
-        if getattr(module, tensor) is None:
-            tensors.append(None)
-        elif tensor in separate:
-            tensors.append(rewriter.value_node(full_name))
-        else:
-            tensors.append(rewriter.tensor_nodes(full_name)[1])
-        flags.append(tensor in separate)
-    x = rewriter.argument(node.args[0], Domain.MEMBER)
-    uses_batch = module.training or module.running_mean is None
-    options = (tuple(flags), uses_batch, module.momentum, module.eps)
-    return rewriter.suffix.call_function(
-        member_batch_norm, (x, rewriter.count, tuple(tensors), *options)
-    )
+def modulated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pre: Tensor | None,
+    post: Tensor | None,
+    repeat: int,
+    count: int,
+    is_shared: bool,
+) -> Tensor:
+    """Apply a Linear layer with modulated inputs and outputs.
+
+    Activations are multiplied, or the weights of the members if these are much smaller.
+
+    Args:
+        x: ``(member · row, …, feature)``; without members if ``is_shared``.
+        weight: Shared weight ``(output, input)``.
+        bias: Shared bias, or None.
+        pre: Values of the outputs, ``(member, output)``, or None.
+        post: Values of the inputs, ``(member, input / repeat)``, or None.
+        repeat: Number of consecutive inputs per value of ``post``.
+        count: Number of members.
+        is_shared: Whether ``x`` has one block of rows for all members.
+    """
+    # A compiled graph should be right for any number of rows, so it does not compare sizes.
+    if not is_shared and pre is not None and not torch.compiler.is_compiling():
+        activations = x.numel() // x.shape[-1] * sum(weight.shape)
+        if activations > MERGING_RATIO * count * weight.numel():
+            return _linear_with_merged_weights(x, weight, bias, pre, post, repeat, count)
+    if post is not None:
+        x = scale_members(x, post, count, 0, repeat, is_shared)
+        is_shared = False
+    x = F.linear(x, weight, bias)
+    if pre is None:
+        return x
+    return scale_members(x, pre, count, 0, 1, is_shared)
 
 
-def write_layer_norm(
-    rewriter: "Rewriter", node: torch.fx.Node, module: nn.Module, name: str
-) -> torch.fx.Node:
-    """Write a LayerNorm with a scale and shift of each member; return its node."""
-    if type(module) is not nn.LayerNorm or rewriter.per_member[name] != {"weight", "bias"}:
-        raise Unfoldable(f"members have separate tensors in {name!r} ({type(module).__name__})")
-    x = rewriter.argument(node.args[0], Domain.MEMBER)
-    weight = rewriter.value_node(f"{name}.weight".lstrip("."))
-    bias = rewriter.value_node(f"{name}.bias".lstrip("."))
-    shape = list(module.normalized_shape)
-    return rewriter.suffix.call_function(
-        member_layer_norm, (x, weight, bias, shape, module.eps, rewriter.count)
-    )
+def _linear_with_merged_weights(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pre: Tensor,
+    post: Tensor | None,
+    repeat: int,
+    count: int,
+) -> Tensor:
+    """Apply a Linear layer with a weight for each member; see :func:`modulated_linear`."""
+    pre = pre.to(weight.dtype)
+    weights = pre.unsqueeze(2) * weight
+    if post is not None:
+        if repeat > 1:
+            post = post.repeat_interleave(repeat, dim=1)
+        weights = weights * post.to(weight.dtype).unsqueeze(1)
+    if bias is not None:
+        bias = pre * bias
+    if count == 1:
+        return F.linear(x, weights[0], None if bias is None else bias[0])
+    rows = x.reshape(count, -1, x.shape[-1])
+    if bias is None:
+        outputs = torch.bmm(rows, weights.mT)
+    else:
+        outputs = torch.baddbmm(bias.unsqueeze(1), rows, weights.mT)
+    return outputs.view(*x.shape[:-1], -1)
 
 
-def convolution_options(module: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name of a convolution's function and its options."""
-    name = type(module).__name__.replace("ConvTranspose", "conv_transpose").replace("Conv", "conv")
-    options = {
-        "stride": module.stride,
-        "padding": module.padding,
-        "dilation": module.dilation,
-        "groups": module.groups,
-    }
-    if "transpose" in name:
-        options["output_padding"] = module.output_padding
-    return name, options
-
-
-# Functions of the suffix
+# Separate and low-rank weights
 
 
 def member_rows(x: Tensor, count: int, is_shared: bool) -> Tensor:
@@ -188,14 +324,6 @@ def low_rank_linear(
     return joined_rows(products, x, is_shared)
 
 
-def member_embedding(x: Tensor, weights: Tensor, count: int, is_shared: bool) -> Tensor:
-    """Look indices up in ``(member, index, feature)`` tables."""
-    indices = x.expand(count, *x.shape) if is_shared else x.view(count, -1, *x.shape[1:])
-    first = torch.arange(count, device=x.device) * weights.shape[1]
-    indices = indices + first.view(-1, *(1,) * (indices.dim() - 1))
-    return F.embedding(indices, weights.flatten(0, 1)).flatten(0, 1)
-
-
 def blocks_of(x: Tensor, count: int, is_shared: bool) -> list[Tensor]:
     """Return the rows of each member."""
     if is_shared:
@@ -203,55 +331,9 @@ def blocks_of(x: Tensor, count: int, is_shared: bool) -> list[Tensor]:
     return list(x.chunk(count)) if count > 1 else [x]
 
 
-def member_convolution(
-    x: Tensor,
-    weights: Tensor,
-    biases: Tensor | None,
-    count: int,
-    is_shared: bool,
-    function: str,
-    options: dict[str, Any],
-) -> Tensor:
-    """Convolve the rows of each member with its weights."""
-    convolve = getattr(F, function)
-    outputs = []
-    for a, block in enumerate(blocks_of(x, count, is_shared)):
-        bias = biases[a] if biases is not None and biases.dim() == 2 else biases
-        outputs.append(convolve(block, weights[a], bias, **options))
-    return outputs[0] if count == 1 else torch.cat(outputs)
-
-
-def member_batch_norm(
-    x: Tensor,
-    count: int,
-    tensors: tuple[Tensor | None, ...],
-    separate: tuple[bool, ...],
-    uses_batch: bool,
-    momentum: float | None,
-    eps: float,
-) -> Tensor:
-    """Normalise the rows of each member by its statistics, and update them."""
-    batches = tensors[4]
-    if uses_batch and batches is not None:
-        batches.add_(1)
-    outputs = []
-    for a, block in enumerate(blocks_of(x, count, is_shared=False)):
-        chosen = []
-        for tensor, is_separate in zip(tensors, separate, strict=True):
-            chosen.append(tensor[a] if tensor is not None and is_separate else tensor)
-        mean, variance, weight, bias, _ = chosen
-        outputs.append(
-            F.batch_norm(block, mean, variance, weight, bias, uses_batch, momentum or 0.0, eps)
-        )
-    return outputs[0] if count == 1 else torch.cat(outputs)
-
-
-def member_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, shape: list[int], eps: float, count: int
-) -> Tensor:
-    """Normalise the last axes and apply the scale and shift of each member."""
-    normalised = F.layer_norm(x, shape, eps=eps).unflatten(0, (count, -1))
-    middle = (1,) * (normalised.dim() - 1 - len(shape))
-    weight = weight.view(count, *middle, *shape)
-    bias = bias.view(count, *middle, *shape)
-    return torch.addcmul(bias, normalised, weight).flatten(0, 1)
+def member_embedding(x: Tensor, weights: Tensor, count: int, is_shared: bool) -> Tensor:
+    """Look indices up in ``(member, index, feature)`` tables."""
+    indices = x.expand(count, *x.shape) if is_shared else x.view(count, -1, *x.shape[1:])
+    first = torch.arange(count, device=x.device) * weights.shape[1]
+    indices = indices + first.view(-1, *(1,) * (indices.dim() - 1))
+    return F.embedding(indices, weights.flatten(0, 1)).flatten(0, 1)

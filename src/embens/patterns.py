@@ -1,0 +1,98 @@
+"""Layers and modules that names, wildcards or a predicate select."""
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from embens.checks import closest
+from embens.sites import is_within, match
+
+if TYPE_CHECKING:
+    from embens.embed import Source
+
+
+def select_layers(source: "Source", sites: Any) -> set[str]:
+    """Return the layers that names, wildcards or a predicate select.
+
+    Args:
+        source: The reference with its layers.
+        sites: A name or wildcard, several of them, or a function of (name, module).
+
+    Raises:
+        TypeError: If ``sites`` is something else.
+        ValueError: If it selects no layer, or a layer that is never called.
+    """
+    used = source.used
+    if callable(sites):
+        names = {n for n in used if sites(n, source.modules.get(n, source.reference))}
+        if not names:
+            raise ValueError(
+                f"the predicate for sites selects no layer. Layers: {list_names(used)}."
+            )
+        return names
+    is_single = isinstance(sites, str) or not isinstance(sites, Iterable)
+    names = set()
+    for pattern in [sites] if is_single else sites:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                "sites must be 'hidden', 'last', 'all', names or wildcards of layers, or a "
+                f"function of (name, module), got {pattern!r}."
+            )
+        matches = match(pattern, used)
+        if not matches:
+            problem = "matches no layer"
+            if match(pattern, source.layers):
+                problem = "names a layer that is never called"
+            names_and_words = [*used, "hidden", "last", "all"]
+            raise ValueError(f"sites: {pattern!r} {problem}{closest(pattern, names_and_words)}")
+        names.update(matches)
+    if not names:
+        raise ValueError(f"sites is empty. Name at least one of {list_names(used)}.")
+    return names
+
+
+def match_modules(source: "Source", pattern: str, candidates: Sequence[str]) -> list[str]:
+    """Return the modules of which every member gets a separate copy.
+
+    Args:
+        source: The reference with its modules.
+        pattern: A module, which stands for the layers inside it, or a wildcard.
+        candidates: Modules of which members can have copies.
+
+    Raises:
+        ValueError: If there is none, or if the module holds tensors outside of known layers.
+    """
+    if pattern in source.modules:
+        inside = [name for name in source.modules if is_within(name, [pattern])]
+        matches = [name for name in candidates if name in inside]
+        if matches:
+            _refuse_unknown_parts(source, pattern, inside, candidates)
+    else:
+        matches = fnmatch.filter(candidates, pattern)
+    if not matches:
+        problem = "matches no layer"
+        if fnmatch.filter(source.layers, pattern):
+            problem = "names a layer that is never called"
+        raise ValueError(f"own: {pattern!r} {problem}{closest(pattern, [*candidates, 'last'])}")
+    return matches
+
+
+def _refuse_unknown_parts(
+    source: "Source", pattern: str, inside: Sequence[str], candidates: Sequence[str]
+) -> None:
+    for name in inside:
+        module = source.modules[name]
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        has_tensors = any(tensor is not None for tensor in tensors)
+        if has_tensors and not is_within(name, candidates):
+            raise ValueError(
+                f"own: {pattern!r} contains {name!r} ({type(module).__name__}), which is not a "
+                "known layer. Name the layers, or add the class with embens.register_layer."
+            )
+
+
+def list_names(names: Iterable[str], limit: int = 8) -> str:
+    """Return some names for a message, such as ``'a', 'b', …``."""
+    texts = [repr(name) for name in names]
+    more = ", …" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + more
