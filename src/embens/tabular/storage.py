@@ -41,7 +41,7 @@ from embens.tabular.perceptron import Encoder, build_network
 from embens.tabular.pipeline import Fitted
 from embens.tabular.targets import ClassHead
 
-FORMAT = Format("embens estimator", 10)
+FORMAT = Format("embens estimator", 11)
 NAMES = (
     "class",
     "arguments",
