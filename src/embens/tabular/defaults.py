@@ -50,9 +50,7 @@ class Arguments:
     depth: int = 2
     dropout: Any = "auto"
     numerical_embedding: str = "piecewise"
-    scaling: str = "quantile"
     bins: Any = "auto"
-    binning: str = "quantile"
     categorical_features: Any = "auto"
     max_categories: int = 256
     max_columns: Any = "auto"
@@ -105,8 +103,6 @@ HINTS = {
 CHOICES = {
     "family": FAMILIES,
     "sites": ("auto", "first", "hidden", "all"),
-    "scaling": ("quantile", "standard"),
-    "binning": ("quantile", "tree"),
     "loss": ("quantile", "likelihood", "squared", "student"),
     "target_transform": ("auto", "none", "log", "quantile"),
     "metric": ("auto", "nll", "crps", "rmse"),
