@@ -1,21 +1,21 @@
-"""Tables: our estimators beside TabM, RealMLP, boosting, a forest and separate networks.
+"""Benchmark on tables: our estimators, TabM, RealMLP, boosting, a forest, separate networks.
 
     python -m benchmarks.tables develop          # fits on the tables that defaults are chosen by
     python -m benchmarks.tables run              # fits on the blind tables, then the report
     python -m benchmarks.tables list             # the blind tables and their sizes, without a fit
-    python -m benchmarks.tables report           # what is measured so far, as text and a figure
+    python -m benchmarks.tables report           # the results so far, as text and a figure
     python -m benchmarks.tables run --rows 1000 --splits 1 --only tabm lightgbm --tables ames
 
-The protocol is TabArena's as far as it goes without its data: three folds, repeated ten times on
-tables of less than 2,500 rows and three times on others (`--splits` takes the first of them), and
-a fifth of the fitted rows held out inside, the same for all that want one. `--rows` limits the rows
-to fit, so that a table is drawn smaller and every contestant still finishes; a fit that takes more
-than `--limit` seconds of CPU time is ended and noted, and loses to all that finished.
+The protocol follows TabArena, on other tables: three folds, repeated ten times on tables with fewer
+than 2,500 rows and three times on others (`--splits` takes the first of them). A fifth of the
+fitted rows is held out, the same rows for all contestants that take a validation set. `--rows`
+limits the rows to fit. A fit that takes more than `--limit` seconds of CPU time is ended and loses
+to all that finished.
 
-A fit is a process of its own with one thread, forked from one that has imported everything, so that
-its memory can be told. Every fit appends one row to `results/tables/{develop,blind}.csv`; running
-again does what is missing. The tables and contestants are in `tables_data` and
-`tables_contestants`, the reading of results in `tables_report`.
+Each fit runs in a separate process with one thread, so that its memory can be measured. The process
+is forked from one that has imported all libraries. Every fit appends one row to
+`results/tables/{develop,blind}.csv`; a second run adds the missing fits. `tables_data` has the
+tables, `tables_contestants` the methods, `tables_report` the evaluation of the results.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TEST_ROWS = 5000  # at most: enough for a standard error of half a point of accu
 
 @dataclass(frozen=True)
 class Cell:
-    """One fit: all that determines its scores."""
+    """One fit: everything that determines its scores."""
 
     table: str
     contestant: str
@@ -71,7 +71,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """What is kept of a fit; None where it has no meaning. Time is CPU time, memory in MB."""
+    """Results of a fit; None where a result is not defined. Time is CPU time, memory in MB."""
 
     table: str
     contestant: str
@@ -103,12 +103,15 @@ class Row:
 
 
 def splits(rows: int) -> list[tuple[int, int]]:
-    """Return repeats and folds, as many as TabArena has for a table of so many rows."""
-    return [(r, f) for r in range(10 if rows < 2500 else 3) for f in range(FOLDS)]
+    """Return the repeats and folds of TabArena for a number of rows."""
+    repeats = 3
+    if rows < 2500:
+        repeats = 10
+    return [(repeat, fold) for repeat in range(repeats) for fold in range(FOLDS)]
 
 
 def split(y: np.ndarray, repeat: int, fold: int, rows: int) -> tuple[np.ndarray, ...]:
-    """Return the rows to fit, which of them to hold out, and the rows to test."""
+    """Return the rows to fit, a mask of those to hold out, and the rows to test."""
     from sklearn.model_selection import KFold, StratifiedKFold, train_test_split
 
     classes = y.dtype.kind == "O"
@@ -135,7 +138,7 @@ def measure(cell: Cell, load: Callable = tables_data.load) -> Row:
     X, y = load(cell.table)
     fit, held, test = split(y, cell.repeat, cell.fold, cell.rows)
     kind = "classes" if y.dtype.kind == "O" else "number"
-    if kind == "classes":  # a class that was not drawn to be fitted cannot be asked for
+    if kind == "classes":  # classes without a fitted row are neither tested nor held out
         test = test[np.isin(y[test].astype(str), np.unique(y[fit].astype(str)))]
         held &= ~np.isin(y[fit].astype(str), sorted(set(y[fit]) - set(y[fit][~held])))
     part = Part(X.iloc[fit].reset_index(drop=True), y[fit], held)
@@ -147,7 +150,7 @@ def measure(cell: Cell, load: Callable = tables_data.load) -> Row:
     resource.setrlimit(CPU, limits)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss
     cpu = time.process_time()
-    said = model.say(X.iloc[test])
+    prediction = model.predict(X.iloc[test])
     row = Row(
         **asdict(cell),
         kind=kind,
@@ -160,63 +163,66 @@ def measure(cell: Cell, load: Callable = tables_data.load) -> Row:
         parameters=model.parameters,
         code=version() if cell.contestant in OURS else "",
     )
-    scores = score_classes if kind == "classes" else score_number
-    for name, value in scores(said, model, X.iloc[test], y[test], part).items():
+    score = score_classes if kind == "classes" else score_number
+    for name, value in score(prediction, model, X.iloc[test], y[test], part).items():
         setattr(row, name, value)
     return row
 
 
-def score_classes(said, model: Model, X, y, part: Part) -> dict[str, float]:
+def score_classes(probabilities, model: Model, X, y, part: Part) -> dict[str, float]:
     """Return log loss, accuracy, calibration error in 15 bins of equal size, members' mean loss."""
-    known = part.classes
-    assert known is not None
-    place = np.searchsorted(known.astype(str), y.astype(str))
-    chance = np.clip(said, 1e-7, 1.0)
-    chance = chance / chance.sum(1, keepdims=True)
-    right = chance.argmax(1) == place
-    sure = chance.max(1)
-    bins = np.array_split(np.argsort(sure), 15)
-    gaps = [abs(right[b].mean() - sure[b].mean()) * len(b) for b in bins if len(b)]
-    found = {
-        "log_loss": -np.log(chance[np.arange(len(y)), place]).mean(),
-        "accuracy": right.mean(),
+    classes = part.classes
+    assert classes is not None
+    codes = np.searchsorted(classes.astype(str), y.astype(str))
+    probabilities = np.clip(probabilities, 1e-7, 1.0)
+    probabilities = probabilities / probabilities.sum(1, keepdims=True)
+    correct = probabilities.argmax(1) == codes
+    confidence = probabilities.max(1)
+    bins = np.array_split(np.argsort(confidence), 15)
+    gaps = [abs(correct[b].mean() - confidence[b].mean()) * len(b) for b in bins if len(b)]
+    scores = {
+        "log_loss": -np.log(probabilities[np.arange(len(y)), codes]).mean(),
+        "accuracy": correct.mean(),
         "calibration": sum(gaps) / len(y),
     }
     if model.members is not None:
-        members = np.clip(model.members(X)[:, np.arange(len(y)), place], 1e-7, 1.0)
-        found["member_loss"] = -np.log(members).mean()
-    return {name: float(value) for name, value in found.items()}
+        members = np.clip(model.members(X)[:, np.arange(len(y)), codes], 1e-7, 1.0)
+        scores["member_loss"] = -np.log(members).mean()
+    return {name: float(value) for name, value in scores.items()}
 
 
-def score_number(said, model: Model, X, y, part: Part) -> dict[str, float]:
+def score_number(forecast, model: Model, X, y, part: Part) -> dict[str, float]:
     """Return CRPS, RMSE, coverage and mean width of 90 % intervals, members' mean CRPS."""
-    found = {
-        "crps": np.mean(said.crps(y)),
-        "rmse": np.sqrt(np.mean((said.mean - y) ** 2)),
-        "coverage": np.mean((said.low <= y) & (y <= said.high)),
-        "width": np.mean(said.high - said.low),
+    scores = {
+        "crps": np.mean(forecast.crps(y)),
+        "rmse": np.sqrt(np.mean((forecast.mean - y) ** 2)),
+        "coverage": np.mean((forecast.low <= y) & (y <= forecast.high)),
+        "width": np.mean(forecast.high - forecast.low),
     }
     if model.members is not None:
-        found["member_loss"] = np.mean(crps_of_normal(y, *model.members(X)))
-    return {name: float(value) for name, value in found.items()}
+        scores["member_loss"] = np.mean(crps_of_normal(y, *model.members(X)))
+    return {name: float(value) for name, value in scores.items()}
 
 
 def version() -> str:
-    """Return the commit, and whether the source differs from it."""
+    """Return the commit, with ``-dirty`` if the source differs from it."""
+    head = _git("rev-parse", "--short", "HEAD")
+    if _git("status", "--porcelain", "src"):
+        return f"{head}-dirty"
+    return head
+
+
+def _git(*arguments: str) -> str:
     root = Path(__file__).parents[1]
-    said = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "src"]]
-    head, changed = (
-        subprocess.run(["git", *words], capture_output=True, text=True, cwd=root).stdout.strip()
-        for words in said
-    )
-    return f"{head}-dirty" if changed else head
+    result = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=root)
+    return result.stdout.strip()
 
 
 # Many fits
 
 
 def perform(cell: Cell) -> Row:
-    """Measure, with an error as a row like any other."""
+    """Measure a fit; an error becomes the row's ``problem``."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return measure(cell)
@@ -227,7 +233,7 @@ def perform(cell: Cell) -> Row:
 
 
 def in_process(cell: Cell) -> Row:
-    """Perform in a process of its own; one that died was over the limit, or out of memory."""
+    """Perform in a separate process, which ends if it exceeds the limit or the memory."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "benchmarks.tables", "embens.tabular"])
     ours, theirs = context.Pipe(duplex=False)
@@ -250,9 +256,9 @@ def _send(pipe, cell: Cell) -> None:
 
 def run_local(cells: Iterable[Cell], workers: int) -> Iterator[Row]:
     with ThreadPoolExecutor(workers) as pool:
-        flying = {pool.submit(in_process, cell) for cell in cells}
-        while flying:
-            done, flying = wait(flying, return_when=FIRST_COMPLETED)
+        running = {pool.submit(in_process, cell) for cell in cells}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
             yield from (future.result() for future in done)
 
 
@@ -263,10 +269,10 @@ def run_ray(cells: Iterable[Cell], workers: int | None) -> Iterator[Row]:
     here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers}
     ray.init(log_to_driver=False, **here)
     remote = ray.remote(num_cpus=1)(in_process)
-    flying = {remote.remote(cell): cell for cell in cells}
-    while flying:
-        done, _ = ray.wait(list(flying), num_returns=1)
-        cell = flying.pop(done[0])
+    running = {remote.remote(cell): cell for cell in cells}
+    while running:
+        done, _ = ray.wait(list(running), num_returns=1)
+        cell = running.pop(done[0])
         try:
             yield ray.get(done[0])
         except ray.exceptions.RayError as error:

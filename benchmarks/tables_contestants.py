@@ -1,11 +1,12 @@
 """The contestants of the benchmark on tables, each by the recipe of its authors.
 
-`CONTESTANTS[name](part, seed)` fits to the rows of a `Part` and returns a `Model`: a function from
-a frame to probabilities, or to a `Forecast` of a number. All get the same rows and the same
-held-out part among them; our estimators and the forest take what they hold out themselves.
+`CONTESTANTS[name](part, seed)` fits to the rows of a `Part` and returns a `Model`, whose `predict`
+maps a frame to probabilities or to a `Forecast` of a number. All contestants get the same rows and
+the same held-out rows among them; our estimators and the forest choose held-out rows themselves.
 
-What has no distribution of its own gets one that does not depend on the row: its forecast, plus its
-errors on the held-out part (of the forest: out of bag). Its interval is the conformal one of them.
+A method that predicts only the mean gets a distribution whose shape does not depend on the row: its
+forecast plus its errors on the held-out rows (of the forest: out of bag). Its interval is the
+conformal one of these errors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pandas as pd
 
 @dataclass
 class Part:
-    """Rows to fit, which of them to hold out, and what their target is."""
+    """Rows to fit, a mask of those to hold out, and the target."""
 
     X: pd.DataFrame
     y: np.ndarray
@@ -32,13 +33,15 @@ class Part:
         return np.unique(self.y) if self.y.dtype.kind == "O" else None
 
     def codes(self) -> np.ndarray:
-        """Return the target as numbers: those of classes, or itself."""
-        found = self.classes
-        return self.y if found is None else np.searchsorted(found.astype(str), self.y.astype(str))
+        """Return the target as numbers: the codes of classes, or the numbers themselves."""
+        classes = self.classes
+        if classes is None:
+            return self.y
+        return np.searchsorted(classes.astype(str), self.y.astype(str))
 
 
 class Forecast(NamedTuple):
-    """What is said of a number, `(row,)` each; CRPS needs the truth, so it is a function of it."""
+    """Mean, interval and CRPS of a number, `(row,)` each; the CRPS is a function of the truth."""
 
     mean: np.ndarray
     low: np.ndarray  # of the interval that holds 90 %
@@ -48,11 +51,11 @@ class Forecast(NamedTuple):
 
 @dataclass
 class Model:
-    """A fitted contestant: what it says of a frame, and what it is."""
+    """A fitted contestant: its prediction for a frame and its number of parameters."""
 
-    say: Callable[[pd.DataFrame], Any]
+    predict: Callable[[pd.DataFrame], Any]
     parameters: int | None = None
-    members: Callable[[pd.DataFrame], Any] | None = None  # what its members say, if it has some
+    members: Callable[[pd.DataFrame], Any] | None = None  # predictions of the members, if any
 
 
 # Distributions
@@ -89,7 +92,7 @@ def crps_of_normal(values, mean, std) -> np.ndarray:
 
 
 class Columns:
-    """Text as categories that the fitted rows have, dates as parts, and numbers as they are."""
+    """Encode text as the categories of the fitted rows and dates as parts; keep numbers."""
 
     def __init__(self, X: pd.DataFrame, impute: bool = False, most: int | None = None):
         self.dates = [c for c in X if X[c].dtype.kind == "M"]
@@ -117,7 +120,7 @@ class Columns:
             return frame
         marks = {f"{c} is missing": frame[c].isna().astype("float64") for c in self.missing}
         frame = frame.fillna(self.median.to_dict()).assign(**marks)
-        for c in self.text:  # a category of its own
+        for c in self.text:  # missing text is a separate category
             frame[c] = frame[c].astype(object).where(frame[c].notna(), "(missing)")
         return frame
 
@@ -129,7 +132,7 @@ class Columns:
 
 
 def finish(part: Part, model: Any, columns: Callable, parameters: int | None = None) -> Model:
-    """Return what scikit-learn's manner of model, fitted to the rows that are not held, says."""
+    """Wrap a model with scikit-learn's methods that was fitted without the held-out rows."""
     if part.classes is not None:
         return Model(lambda X: np.asarray(model.predict_proba(columns(X))), parameters)
     held = part.X[part.held]
@@ -154,15 +157,15 @@ def embens(part: Part, seed: int, **options: Any) -> Model:
         return Model(model.predict_proba, model.n_parameters_, model.predict_members)
     model = EmbeddedEnsembleRegressor(random_state=seed, **options).fit(part.X, part.y)
 
-    def say(X: pd.DataFrame) -> Forecast:
+    def predict(X: pd.DataFrame) -> Forecast:
         low, high = model.predict_interval(X, 0.9).T
         return Forecast(model.predict(X), low, high, lambda y: np.array([-neg_crps(model, X, y)]))
 
-    return Model(say, model.n_parameters_, model.predict_members)
+    return Model(predict, model.n_parameters_, model.predict_members)
 
 
 def embens_untuned(part: Part, seed: int) -> Model:
-    """Ours with `tune=False`: no race of settings inside `fit`."""
+    """Ours with `tune=False`: no search of hyperparameters inside `fit`."""
     return embens(part, seed, tune=False)
 
 
@@ -172,7 +175,7 @@ def embens_folds(part: Part, seed: int) -> Model:
 
 
 def separate(part: Part, seed: int) -> Model:
-    """As many separate networks as ours has members, with our inputs, training and calibration."""
+    """A separate network for each member, with our inputs, training and calibration."""
     return embens(part, seed, family="independent")
 
 
@@ -192,24 +195,24 @@ def _pytabkit(part: Part, seed: int, kind: str, classes: dict, **options: Any) -
 
 
 def _count(model: Any) -> int | None:
-    """Count the parameters of the largest network that is somewhere inside an object."""
+    """Count the parameters of the largest network inside an object."""
     import torch
 
-    seen, todo, found = set(), [model], []
+    seen, todo, counts = set(), [model], []
     while todo:
         thing = todo.pop()
         if id(thing) in seen or isinstance(thing, (str, bytes, np.ndarray, torch.Tensor, type)):
             continue
         seen.add(id(thing))
         if isinstance(thing, torch.nn.Module):
-            found.append(sum(p.numel() for p in thing.parameters()))
+            counts.append(sum(p.numel() for p in thing.parameters()))
         elif isinstance(thing, dict):
             todo += thing.values()
         elif isinstance(thing, (list, tuple)):
             todo += thing[:100]
         elif type(thing).__module__.startswith(("pytabkit", "tabm", "lightning", "pytorch")):
             todo += getattr(thing, "__dict__", {}).values()
-    return max(found, default=None)
+    return max(counts, default=None)
 
 
 def tabm(part: Part, seed: int) -> Model:
@@ -226,7 +229,7 @@ def tabm(part: Part, seed: int) -> Model:
 
 
 def realmlp(part: Part, seed: int) -> Model:
-    """RealMLP with its tuned defaults, and what pytabkit advises where the log loss counts."""
+    """RealMLP with its tuned defaults, and pytabkit's advice for the log loss."""
     return _pytabkit(part, seed, "RealMLP_TD", {"use_ls": False})
 
 
@@ -234,7 +237,7 @@ def realmlp(part: Part, seed: int) -> Model:
 
 
 def _patience(rows: int) -> int:
-    """Rounds without a gain before boosting ends, by AutoGluon's rule: 300, on large tables 20."""
+    """Return the patience of boosting in rounds by AutoGluon's rule: 300, on large tables 20."""
     return int(min(max(1.5e6 / rows, 20), 300))
 
 

@@ -3,11 +3,11 @@
     frame, target = load("ames")
 
 `DEVELOPMENT` is for choosing defaults: everything there may be looked at, its test rows too.
-`BLIND` is for judging: no default of `embens` was or may be chosen by a score on one of its tables,
-and this list was committed before any estimator was fitted to them. A table that was ever used for
-a choice moves to `DEVELOPMENT` and never back. All have 500 to 100,000 rows that can be split at
-random. Columns that give the target away (a loan's grade and its rate), names and numbers of rows
-are left out; so are rows without a target. Text is categorical, and dates are dates.
+`BLIND` is for evaluation: no default of `embens` was or may be chosen by a score on one of its
+tables, and this list was committed before any estimator was fitted to them. A table that was ever
+used for a choice moves to `DEVELOPMENT` and never back. All have 500 to 100,000 rows that can be
+split at random. Columns that reveal the target (a loan's grade and its rate) and row identifiers
+are left out, as are rows without a target. Text is categorical.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Where a table is, and what is asked of it."""
+    """Source, target and columns of a table."""
 
     read: Callable[[], pd.DataFrame]
     target: str
@@ -38,11 +38,11 @@ class Table:
 
 
 def folder_of(package: str) -> Path:
-    """Return where a package is, without importing it: only its data are used."""
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        raise SystemExit(f"{package} is not installed: `make bench-tables` has a place with it")
-    return Path(found.origin).parent
+    """Return the folder of a package without importing it: only its data are used."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"{package} is not installed; `make bench-tables` installs it.")
+    return Path(spec.origin).parent
 
 
 def keel(name: str):

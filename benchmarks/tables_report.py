@@ -1,8 +1,8 @@
-"""What the benchmark on tables says: scores, Elo and win rates, costs, and the bars one by one.
+"""Report of the benchmark on tables: scores, Elo and win rates, costs, and each bar.
 
-Losses are log loss where classes are asked for and CRPS where a number is. A table counts once,
-by the means over its splits. A fit that was ended or failed loses to all that finished. Elo, win
-rates and ranks are `bencheval`'s (TabArena's own), with 95 % intervals by bootstrap over tables.
+The loss is the log loss for classes and the CRPS for numbers. A table counts once, by the means
+over its splits. A fit that was ended or failed loses to all that finished. Elo, win rates and ranks
+come from TabArena's `bencheval`, with 95 % intervals by bootstrap over tables.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def report(path: Path) -> None:
         means, failed = average(fits), fits[fits["problem"].notna()]
         ranked = with_failures(losses(means), failed)
         boards = [(part, leaderboard(part)) for part in complete(ranked)]
-        said = [f"- {f.table}, {f.contestant}: {f.problem}" for f in failed.itertuples()]
+        problems = [f"- {f.table}, {f.contestant}: {f.problem}" for f in failed.itertuples()]
         title = f"## At most {rows:,} rows to fit: {len(fits)} fits, {len(ranked)} tables\n"
-        texts.append("\n".join([title, *said, describe(means, boards), "\n### Bars\n\n"]))
+        texts.append("\n".join([title, *problems, describe(means, boards), "\n### Bars\n\n"]))
         texts[-1] += "\n".join(f"- {line}" for line in bars(means, ranked, boards))
         if boards:  # all contestants, if that leaves half of the tables
             shown = [part for part in boards if 2 * len(part[0]) >= len(ranked)][-1]
@@ -54,7 +54,7 @@ def describe(means: pd.DataFrame, boards: list[tuple[pd.DataFrame, pd.DataFrame]
         "\n### Accuracy of classes, RMSE of numbers\n",
         markdown(second(means).map(lambda v: f"{v:.4g}")),
         *(text for part, board in boards for text in leaders(part, board)),
-        "\n### What it costs, and how honest it is (means over tables; parameters: medians)\n",
+        "\n### Costs and calibration (means over tables; parameters: medians)\n",
         markdown(costs(means)),
     ]
     return "\n".join(parts)
@@ -71,7 +71,7 @@ def losses(means: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_failures(loss: pd.DataFrame, failed: pd.DataFrame) -> pd.DataFrame:
-    """Return losses where a fit that failed, or was ended, has lost to all others of its table."""
+    """Return losses in which a fit that failed or was ended loses to all others of its table."""
     found, worst = loss.copy(), loss.max(axis=1)
     for fit in failed.itertuples():
         if fit.table in found.index and fit.contestant in found:
@@ -102,7 +102,7 @@ def leaderboard(loss: pd.DataFrame, rounds: int = 100) -> pd.DataFrame:
 
 
 def complete(loss: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return what can be compared: who has all tables that ours has, and all on what they share."""
+    """Return comparisons: the contestants with all of our tables, and all on shared tables."""
     known = loss[loss["embens"].notna()] if "embens" in loss else loss
     found = [known.dropna(axis=1)]
     if found[0].shape[1] < known.shape[1]:
@@ -153,7 +153,7 @@ def costs(means: pd.DataFrame) -> pd.DataFrame:
 
 
 def bars(means: pd.DataFrame, loss: pd.DataFrame, boards: list, ours: str = "embens") -> list[str]:
-    """Return each bar with what was measured, as far as it was."""
+    """Return each bar with the measurement, for the contestants that were measured."""
     if ours not in loss:
         return [f"{ours} was not fitted yet"]
     found = [_elo_bar(*both, ours) for both in boards]
@@ -166,15 +166,15 @@ def bars(means: pd.DataFrame, loss: pd.DataFrame, boards: list, ours: str = "emb
     covered = means.xs(ours, level="contestant")["coverage"].dropna()
     if len(covered):
         mean, error = covered.mean(), covered.sem()
-        said = _said(0.89 <= mean <= 0.91)
+        verdict = _verdict(0.89 <= mean <= 0.91)
         found.append(
             f"coverage of 90 % intervals, 89–91 %: {100 * mean:.1f} ± {100 * error:.1f} % over "
-            f"{len(covered)} tables: {said}"
+            f"{len(covered)} tables: {verdict}"
         )
     return found
 
 
-def _said(met: bool) -> str:
+def _verdict(met: bool) -> str:
     return "**met**" if met else "**missed**"
 
 
@@ -185,7 +185,7 @@ def _elo_bar(loss: pd.DataFrame, board: pd.DataFrame, ours: str) -> str:
     return (
         f"Elo first, or within the interval of the first: place {place} of {len(board)} on "
         f"{len(loss)} tables ({mine['elo']:.0f}; {first.name} {first['elo']:.0f} "
-        f"−{first['elo-']:.0f}): {_said(met)}"
+        f"−{first['elo-']:.0f}): {_verdict(met)}"
     )
 
 
@@ -196,7 +196,7 @@ def _tabm_bar(means: pd.DataFrame, ours: str) -> str:
     fine = sign * (both[ours] - both["tabm"]) <= 0
     return (
         f"accuracy or RMSE no worse than TabM's on ≥ 60 % of tables: {fine.sum()} of {len(fine)} "
-        f"({100 * fine.mean():.0f} %): {_said(fine.mean() >= 0.6)}"
+        f"({100 * fine.mean():.0f} %): {_verdict(fine.mean() >= 0.6)}"
     )
 
 
@@ -213,11 +213,11 @@ def _separate_bars(means: pd.DataFrame, loss: pd.DataFrame, ours: str) -> list[s
     return [
         f"loss no worse than of separate networks: ratio {np.exp(change.mean()):.3f} "
         f"(± {change.sem():.3f}), no worse on {(change <= 0).sum()} of {len(change)} tables: "
-        f"{_said(change.mean() <= 0)}; parameters × {ratio['parameters']:.2f}, bar 0.2: "
-        f"{_said(ratio['parameters'] <= 0.2)}; time × {ratio['fit_seconds']:.2f}, bar 0.5: "
-        f"{_said(ratio['fit_seconds'] <= 0.5)}",
+        f"{_verdict(change.mean() <= 0)}; parameters × {ratio['parameters']:.2f}, bar 0.2: "
+        f"{_verdict(ratio['parameters'] <= 0.2)}; time × {ratio['fit_seconds']:.2f}, bar 0.5: "
+        f"{_verdict(ratio['fit_seconds'] <= 0.5)}",
         f"gain over the mean member ≥ ¾ of the separate networks': {gains[ours]:.3f} against "
-        f"{gains['separate']:.3f}, {part:.2f}: {_said(part >= 0.75)}",
+        f"{gains['separate']:.3f}, {part:.2f}: {_verdict(part >= 0.75)}",
     ]
 
 
@@ -227,7 +227,7 @@ def _boosting_bar(loss: pd.DataFrame, ours: str, rivals: list[str]) -> str:
     fine, any_ = shared[ours] < shared[best], shared[ours] < shared[rivals].min(axis=1)
     return (
         f"better loss than the best boosting on ≥ 60 % of tables: {fine.sum()} of {len(fine)} "
-        f"against {best} ({100 * fine.mean():.0f} %): {_said(fine.mean() >= 0.6)}; against the "
+        f"against {best} ({100 * fine.mean():.0f} %): {_verdict(fine.mean() >= 0.6)}; against the "
         f"best of each table {any_.sum()} of {len(any_)}"
     )
 

@@ -47,14 +47,6 @@ class TestBins:
         (column,) = learn(from_array(values)).numeric
         assert len(column.edges) == bins + 1
 
-    def test_edges_of_a_tree_lie_where_the_target_changes(self):
-        x = np.random.default_rng(0).uniform(size=(2000, 1))
-        target = torch.from_numpy(x > 0.61).double()
-        arguments = Arguments(binning="tree", bins=8)
-        (column,) = learn_columns(from_array(x), arguments, None, target).numeric
-        below = x[x <= 0.61].max()
-        assert np.abs(original_edges(column) - below).min() < 1e-6
-
     def test_weights_equal_repeated_rows(self):
         rng = np.random.default_rng(0)
         values, weights = rng.normal(size=(30, 2)), rng.integers(1, 5, 30)
@@ -74,9 +66,3 @@ class TestScores:
         assert normal.std() == pytest.approx(1, abs=1e-6)
         expected = stats.norm.ppf((stats.rankdata(values) - 0.5) / len(values))
         assert np.corrcoef(normal, expected)[0, 1] > 0.99
-
-    def test_standard_scores_are_the_standardised_numbers(self):
-        values = np.random.default_rng(0).uniform(5, 9, size=500)
-        standardised = (values - values.mean()) / values.std()
-        standard = scores(values, scaling="standard", bins=8)
-        np.testing.assert_allclose(standard, standardised, atol=1e-5)

@@ -30,6 +30,8 @@ def test_a_large_table_has_the_smallest_number_of_epochs():
         ({"p": 2.0}, "p must be a number from -1 to 1 or 'auto', got 2.0"),
         ({"depth": "auto"}, "depth must be a positive integer, got 'auto'"),
         ({"law": 0.9}, "law must be a law of embens.laws or None, got 0.9"),
+        ({"lr": 0}, "lr must be a positive number or 'auto', got 0"),
+        ({"lr": float("inf")}, "lr must be a positive number or 'auto', got inf"),
         ({"time_limit": 0}, "time_limit must be a number from 1 to inf or None, got 0"),
         ({"sites": "last"}, "sites must be one of 'auto', 'first', 'hidden', 'all', got 'last'"),
         ({"validation_fraction": 1.0}, "validation_fraction must be a number from 0 to 0.9"),

@@ -167,6 +167,30 @@ class TestBounds:
         assert values.min() == 0
         np.testing.assert_array_equal(values, values.round())
 
+    def test_a_target_between_0_and_1_has_no_quantiles_outside(self):
+        _, y = mixed_table(300)
+        fraction = (y - y.min()) / np.ptp(y)
+        assert self.predictions(fraction).max() == 1
+        assert self.predictions(1.1 * fraction).max() > 1.1
+        assert self.predictions(fraction - 0.5).max() > 0.5
+
+    @pytest.mark.parametrize("transform", ["none", "log", "quantile"])
+    def test_a_constant_target_is_predicted_exactly(self, transform):
+        X, y = mixed_table(60)
+        targets = np.stack([np.full(60, 3.0), np.exp(y)], 1)
+        model = regressor(target_transform=transform, validation_fraction=0.3).fit(X, targets)
+        assert (model.predict(X)[:, 0] == 3).all()
+        assert (model.predict_quantiles(X, (0.01, 0.99))[..., 0] == 3).all()
+        assert (model.predict_interval(X, 0.8)[..., 0] == 3).all()
+        assert model.predict(X)[:, 1].std() > 0
+
+    def test_later_rows_widen_the_range_of_the_target(self):
+        X, y = mixed_table(100)
+        model = regressor(max_epochs=30).partial_fit(X, np.zeros(100))
+        assert (model.predict(X) == 0).all()
+        model.partial_fit(X, y)
+        assert model.predict(X).min() < 0 < model.predict(X).max()
+
     def test_rounding_keeps_every_integer_that_was_inside(self):
         head = GaussianHead(1, integer=torch.tensor([True]))
         ends = torch.linspace(-3, 3, 61, dtype=torch.float64)[:, None]
@@ -187,7 +211,8 @@ def test_a_quantile_level_of_one_is_an_error():
 def test_the_fast_mean_is_that_of_the_whole_mixture(loss, transform):
     torch.manual_seed(0)
     values = torch.rand(50, 2, dtype=torch.float64)
-    head = GaussianHead(2, loss, transform=transform).scaled(values, torch.ones(50))
+    head = GaussianHead(2, loss, transform=transform).with_range(values)
+    head = head.scaled(values, torch.ones(50))
     outputs = torch.randn(4, 30, head.outputs) - torch.linspace(0, 4, 30)[:, None]
     (mean,) = head.predict_mean(outputs)
     torch.testing.assert_close(mean, head.summarise(outputs)[0])

@@ -111,6 +111,17 @@ class TestTimeLimit:
         self.fit(300, 1.0, tune=True)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_skewed_counts_stay_counts_when_their_transform_is_chosen(seed):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(120, 3))
+    counts = np.exp(2 * rng.normal(size=120) + X[:, 0]).round()
+    model = regressor(members=2, width=16, max_epochs=4, tune=True).fit(X, counts)
+    quantiles = model.predict_quantiles(X, (0.01, 0.9))
+    assert quantiles.min() >= 0
+    np.testing.assert_array_equal(quantiles, quantiles.round())
+
+
 def test_an_ensemble_that_is_worse_than_a_constant_is_reported():
     X, target = mixed_table(200)
     for model, y, name in (

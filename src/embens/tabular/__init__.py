@@ -4,16 +4,34 @@
 calibrate by themselves. ``load`` reads files that they ``save``. ``neg_nll`` and ``neg_crps`` are
 scorers for ``scoring=``.
 
-A fit goes through these files, in this order:
+A fit goes through these files, in this order. The last column has the parts of scikit-learn with
+the same task; ADR 12 says why some of them are not used.
 
-1. ``estimator`` (with ``classifier``, ``regressor``): arguments, ``fit``, predictions.
-2. ``defaults``: valid arguments and the values of "auto".
-3. ``frames``: read a table. ``targets``, ``gaussians``: heads, which read the target, are the
-   likelihood and turn outputs into predictions.
-4. ``preparation``: split the rows and encode them. ``columns``, ``bins``: learn the encoding;
-   ``selection``: choose the columns of a wide table.
-5. ``pipeline``: search, training, calibration; ``groups``: the same with cross-fitting.
-6. ``perceptron``: encoder, network, ensemble. ``descent``: the training loop.
+=================== ============================================= =================================
+file                task                                          scikit-learn
+=================== ============================================= =================================
+estimator           ``fit`` and blocks of predictions             BaseEstimator
+classifier,         predictions and their documentation           ClassifierMixin, RegressorMixin
+regressor
+defaults            valid arguments, values of "auto"             parameter constraints
+frames              read and validate ``X``                       validate_data
+targets, gaussians  read ``y``, loss, metric, calibration         TransformedTargetRegressor,
+                                                                  CalibratedClassifierCV
+preparation         split the rows and encode them                train_test_split
+columns             encode the columns                            ColumnTransformer, OneHotEncoder,
+                                                                  TargetEncoder
+bins                bins and scores of numeric columns            KBinsDiscretizer, RobustScaler,
+                                                                  QuantileTransformer
+selection           columns of a wide table                       SelectFromModel
+pipeline            search, training, calibration                 HalvingGridSearchCV
+groups              the same with cross-fitting                   cross_val_predict
+perceptron          inputs, network, ensemble                     MLPClassifier
+descent             training loop                                 MLPClassifier.fit
+=================== ============================================= =================================
+
+Fitted values pass from file to file in two frozen dataclasses: ``preparation.Prepared`` has the
+encoded rows, ``pipeline.Fitted`` has everything that predictions need. A *head*
+(``targets.Head``) is all that depends on the kind of target.
 
 Predictions use ``predictor``. ``display``, ``storage`` and ``parsing`` show, save and load a model.
 """

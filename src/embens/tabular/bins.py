@@ -1,12 +1,12 @@
 """Numeric columns: scale, bin edges and scores.
 
-A value that many rows share is an edge. The other edges are quantiles of the remaining rows, or the
-thresholds of a small decision tree. Each edge has a *score*: the normal quantile of the column
-there, or the standardised value. scikit-learn's ``KBinsDiscretizer`` and ``QuantileTransformer``
-have no such edges at ties, and the latter takes no sample weights.
+A value that many rows share is an edge. The other edges are quantiles of the remaining rows. Each
+edge has a *score*, the normal quantile of the column there. scikit-learn's ``KBinsDiscretizer`` and
+``QuantileTransformer`` do the same without edges at ties, and the latter takes no sample weights.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,48 +51,27 @@ class NumericColumn:
 
 
 def learn_numeric_columns(
-    table: Table,
-    categorical_positions: list[int],
-    arguments: Arguments,
-    weights: np.ndarray,
-    target: Tensor | None,
+    table: Table, positions: Sequence[int], arguments: Arguments, weights: np.ndarray
 ) -> list[NumericColumn]:
-    """Learn all columns that are not categorical; a date has several.
+    """Learn numeric columns; a date has several.
 
     Args:
         table: the training rows.
-        categorical_positions: positions of the columns to leave out.
+        positions: the positions of the columns in the table.
         arguments: of the estimator.
         weights: sample weights ``(row,)``.
-        target: ``(row, number)``, for ``binning="tree"``.
     """
-    excluded = set(categorical_positions)
-    places = []
-    for position in range(len(table.names)):
-        if position not in excluded:
-            places += [(position, part) for part in table.parts(position)]
+    places = [(position, part) for position in positions for part in table.parts(position)]
     if isinstance(arguments.bins, str):
         bins = min(MAX_BINS, max(MIN_BINS, table.rows // ROWS_PER_BIN))
     else:
         bins = int(arguments.bins)
     bins = max(1, min(bins, MAX_INPUTS // max(1, len(places))))
-    tree_target = None
-    if arguments.binning == "tree" and target is not None:
-        tree_target = target.numpy()
-    return [
-        _learn_numeric_column(table, position, part, weights, bins, arguments.scaling, tree_target)
-        for position, part in places
-    ]
+    return [_learn_numeric_column(table, *place, weights, bins) for place in places]
 
 
 def _learn_numeric_column(
-    table: Table,
-    position: int,
-    part: str,
-    weights: np.ndarray,
-    bins: int,
-    scaling: str,
-    tree_target: np.ndarray | None,
+    table: Table, position: int, part: str, weights: np.ndarray, bins: int
 ) -> NumericColumn:
     name = table.names[position]
     if part:
@@ -102,14 +81,12 @@ def _learn_numeric_column(
     if not present.any():
         empty = torch.empty(0)
         return NumericColumn(position, name, part, 0.0, 1.0, empty, empty, has_missing=False)
-    if tree_target is not None:
-        tree_target = tree_target[present]
     values, weights = values[present], weights[present]
     centre, scale = robust_scale(values, weights)
     scaled = ((values - centre) / scale).clip(-MAX_SCALED, MAX_SCALED)
     scaled = scaled.astype("float32").astype("float64")  # as the network sees them
-    edges = bin_edges(scaled, weights, bins, tree_target)
-    scores = edge_scores(scaled, weights, edges, scaling)
+    edges = bin_edges(scaled, weights, bins)
+    scores = edge_scores(scaled, weights, edges)
     return NumericColumn(
         position,
         name,
@@ -133,22 +110,17 @@ def robust_scale(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]
     return float(median), float(scale)
 
 
-def bin_edges(
-    values: np.ndarray, weights: np.ndarray, bins: int, target: np.ndarray | None = None
-) -> np.ndarray:
+def bin_edges(values: np.ndarray, weights: np.ndarray, bins: int) -> np.ndarray:
     """Return at most ``bins + 1`` edges, increasing, all of them values of rows.
 
     Args:
         values: the values of a column, without missing ones.
         weights: sample weights.
         bins: the number of bins.
-        target: ``(row, number)`` for edges from a decision tree; None for quantiles.
     """
     distinct, inverse = np.unique(values, return_inverse=True)
     if len(distinct) <= bins + 1:
         return distinct
-    if target is not None:
-        return _tree_edges(values, weights, bins, target, distinct)
     # A value with more than one bin's share of the rows is an edge. Quantiles of all rows would
     # repeat it, and the duplicates would leave few bins for the other rows.
     mass = np.bincount(inverse, weights)
@@ -162,33 +134,24 @@ def bin_edges(
     return np.unique(edges)
 
 
-def _tree_edges(
-    values: np.ndarray, weights: np.ndarray, bins: int, target: np.ndarray, distinct: np.ndarray
-) -> np.ndarray:
-    from sklearn.tree import DecisionTreeRegressor
+def edge_scores(values: np.ndarray, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Return scores at the edges such that interpolated scores have mean 0 and variance 1.
 
-    tree = DecisionTreeRegressor(
-        max_leaf_nodes=bins, min_samples_leaf=max(1, len(values) // (4 * bins)), random_state=0
-    )
-    tree.fit(values[:, None], target, sample_weight=weights)
-    is_split = tree.tree_.feature >= 0
-    thresholds = tree.tree_.threshold[is_split]
-    below = distinct[np.searchsorted(distinct, thresholds, side="right") - 1]
-    return np.unique([distinct[0], *below, distinct[-1]])
+    Args:
+        values: the values of a column, without missing ones.
+        weights: sample weights.
+        edges: the bin edges.
 
-
-def edge_scores(
-    values: np.ndarray, weights: np.ndarray, edges: np.ndarray, scaling: str
-) -> np.ndarray:
-    """Return scores at the edges such that interpolated scores have mean 0 and variance 1."""
-    scores = edges
-    if scaling == "quantile":
-        order = np.argsort(values)
-        ordered = values[order]
-        mass = np.concatenate([[0.0], np.cumsum(weights[order])])
-        below = mass[np.searchsorted(ordered, edges, side="left")]
-        up_to = mass[np.searchsorted(ordered, edges, side="right")]
-        scores = ndtri((below + up_to) / (2 * mass[-1]))
+    Returns:
+        The normal quantile at each edge, shifted and scaled, ``(edge,)``.
+    """
+    order = np.argsort(values)
+    ordered = values[order]
+    mass = np.concatenate([[0.0], np.cumsum(weights[order])])
+    below = mass[np.searchsorted(ordered, edges, side="left")]
+    up_to = mass[np.searchsorted(ordered, edges, side="right")]
+    # The middle of the mass at an edge: ties share one level, and no level is 0 or 1.
+    scores = ndtri((below + up_to) / (2 * mass[-1]))
     interpolated = np.interp(values, edges, scores)
     mean = np.average(interpolated, weights=weights)
     std = math.sqrt(np.average((interpolated - mean) ** 2, weights=weights))
@@ -198,4 +161,5 @@ def edge_scores(
 
 
 def _weighted_quantiles(values: np.ndarray, weights: np.ndarray, levels: Any) -> np.ndarray:
+    """Return quantiles that are values of rows; an integer weight equals repeated rows."""
     return np.quantile(values, levels, weights=weights, method="inverted_cdf")

@@ -36,10 +36,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         dropout: dropout rate after hidden layers; "auto" is chosen by ``tune``, otherwise 0.1, or
             0 for tables with fewer than 50 rows.
         numerical_embedding: "piecewise" (linear bins), "periodic", "both" or "none".
-        scaling: "quantile" (normal scores) or "standard" for numeric columns.
         bins: maximal number of bins of a numeric column; "auto" is 32 to 128 by the number of
             rows.
-        binning: bin edges by "quantile" or by a decision "tree" of the target.
         categorical_features: "auto" (by column type), or column names, positions or a mask.
         max_categories: maximal number of categories of a column; all others are "rare".
         max_columns: maximal number of numeric columns to use, those that explain the target best;

@@ -195,24 +195,22 @@ def learn_columns(
         table: the training rows.
         arguments: of the estimator.
         weights: sample weights ``(row,)``.
-        target: ``(row, number)``, for target statistics and tree bins.
+        target: ``(row, number)``, for target statistics and the selection of columns.
         folds: the fold of each row, 0 to ``FOLDS - 1``, for target statistics.
     """
     if weights is None:
         weights = torch.ones(table.rows, dtype=torch.float64)
     categorical_positions = choose_categorical(table, arguments.categorical_features)
-    numeric = learn_numeric_columns(
-        table, categorical_positions, arguments, weights.numpy(), target
-    )
-    positions = {column.position for column in numeric}
+    all_positions = set(range(len(table.names)))
+    numeric_positions = sorted(all_positions.difference(categorical_positions))
+    numeric = learn_numeric_columns(table, numeric_positions, arguments, weights.numpy())
     unselected = []
-    if target is not None and is_wide(arguments.max_columns, len(positions), table.rows):
+    if target is not None and is_wide(arguments.max_columns, len(numeric_positions), table.rows):
         selected = select_columns(numeric, table, weights, target, arguments.max_columns)
-        unselected = sorted(positions.difference(selected))
-    if unselected:
-        # Fewer columns have more bins each.
-        excluded = [*categorical_positions, *unselected]
-        numeric = learn_numeric_columns(table, excluded, arguments, weights.numpy(), target)
+        unselected = sorted(set(numeric_positions).difference(selected))
+        if unselected:
+            # Learn them again: fewer columns have more bins each.
+            numeric = learn_numeric_columns(table, selected, arguments, weights.numpy())
     texts = []
     is_auto = isinstance(arguments.categorical_features, str)  # the user has listed none
     if is_auto:
@@ -224,8 +222,8 @@ def learn_columns(
     if unselected:
         names = _join_names([table.names[position] for position in unselected])
         notes.append(
-            f"Columns ignored, because only the {len(positions) - len(unselected)} numeric columns "
-            f"that explain the target best are used (max_columns sets how many): {names}."
+            f"Columns ignored, because only the {len(numeric_positions) - len(unselected)} numeric "
+            f"columns that explain the target best are used (max_columns sets how many): {names}."
         )
     cut = []
     for column in categorical:

@@ -6,6 +6,7 @@ scikit-learn requires. The measurements behind the rules are in ADR 9.
 """
 
 import math
+import sys
 from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -49,9 +50,7 @@ class Arguments:
     depth: int = 2
     dropout: Any = "auto"
     numerical_embedding: str = "piecewise"
-    scaling: str = "quantile"
     bins: Any = "auto"
-    binning: str = "quantile"
     categorical_features: Any = "auto"
     max_categories: int = 256
     max_columns: Any = "auto"
@@ -104,8 +103,6 @@ HINTS = {
 CHOICES = {
     "family": FAMILIES,
     "sites": ("auto", "first", "hidden", "all"),
-    "scaling": ("quantile", "standard"),
-    "binning": ("quantile", "tree"),
     "loss": ("quantile", "likelihood", "squared", "student"),
     "target_transform": ("auto", "none", "log", "quantile"),
     "metric": ("auto", "nll", "crps", "rmse"),
@@ -128,7 +125,6 @@ RANGES = {
     "p": (-1, 1),
     "dropout": (0, 0.99),
     "validation_fraction": (0, 0.9),
-    "lr": (0, math.inf),
     "weight_decay": (0, math.inf),
     "time_limit": (1, math.inf),
 }
@@ -164,6 +160,8 @@ def check_arguments(arguments: Arguments) -> None:
         _check_number(arguments, name, Integral, 1, math.inf, "a positive integer")
     for name, (low, high) in RANGES.items():
         _check_number(arguments, name, Real, low, high, f"a number from {low:g} to {high:g}")
+    # Between the smallest and the largest positive float: not 0 and not infinite.
+    _check_number(arguments, "lr", Real, math.ulp(0.0), sys.float_info.max, "a positive number")
     if arguments.keep_members != "all":
         _check_number(arguments, "keep_members", Integral, 1, math.inf, "a positive integer")
         if arguments.refit:

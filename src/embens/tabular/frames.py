@@ -372,7 +372,7 @@ def choose_categorical(table: Table, categorical_features: Any) -> list[int]:
             item = table.names.index(item)
         selection.append(item)
     try:
-        # numpy resolves positions, negative positions and masks alike.
+        # numpy resolves positive and negative positions and masks.
         return np.unique(np.arange(len(table.names))[np.array(selection)]).tolist()
     except IndexError as error:
         raise ValueError(f"categorical_features: {error}") from None

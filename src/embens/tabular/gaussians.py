@@ -66,8 +66,9 @@ class GaussianHead(Head):
             ``(1, target)`` offsets for "log".
         mean: mean of each transformed target.
         std: standard deviation of each transformed target.
-        lower: bound of each target: 0 if no training value is negative, else minus infinity.
-        integer: whether all training values of each target are integers.
+        smallest: smallest fitted value of each target; with the largest it gives the bounds.
+        largest: largest fitted value of each target.
+        integer: whether all fitted values of each target are integers.
         temperature: factor of the predicted standard deviations.
     """
 
@@ -78,7 +79,8 @@ class GaussianHead(Head):
     knots: Tensor | None = None
     mean: Tensor | float = 0.0
     std: Tensor | float = 1.0
-    lower: Tensor | float = -math.inf
+    smallest: Tensor | float = -math.inf
+    largest: Tensor | float = math.inf
     integer: Tensor | bool = False
     temperature: Tensor | float = 1.0
     constant_name: ClassVar[str] = "the mean and spread of all rows"
@@ -123,12 +125,7 @@ class GaussianHead(Head):
                 f"y has values of size {size.tolist()}, whose squares float64 cannot represent. "
                 "Rescale it."
             )
-        head = replace(
-            self,
-            knots=self._find_knots(values),
-            lower=torch.where((values >= 0).all(0), 0.0, -math.inf).double(),
-            integer=(values == values.round()).all(0),
-        )
+        head = replace(self, knots=self._find_knots(values))
         values = head._transform(values)
         share = (weights / weights.sum())[:, None]
         mean = (share * values).sum(0)
@@ -151,7 +148,9 @@ class GaussianHead(Head):
             return torch.where(has_zero, smallest / 2, 0.0)[None]
         levels = torch.linspace(0.5 / KNOTS, 1 - 0.5 / KNOTS, KNOTS, dtype=torch.float64)
         # A tiny slope makes tied quantiles distinct, so that the transform can be inverted.
-        slope = 1e-9 * torch.arange(KNOTS)[:, None] * values.std(0).clamp(min=1e-300)
+        size = values.abs().amax(0)
+        size = torch.where(size == 0, 1.0, size)
+        slope = 1e-9 * torch.arange(KNOTS)[:, None] * values.std(0).maximum(1e-6 * size)
         scores = torch.special.ndtri(levels)[:, None].expand(-1, self.targets)
         return torch.stack([values.quantile(levels, dim=0) + slope, scores])
 
@@ -192,13 +191,43 @@ class GaussianHead(Head):
         target = target.double()
         return self._invert(self.mean + self.std * target[:, :-1]), target[:, -1]
 
+    # Range of the target
+
+    def with_range(self, values: Tensor) -> Self:
+        integer = (values == values.round()).all(0)
+        return replace(self, smallest=values.amin(0), largest=values.amax(0), integer=integer)
+
+    def with_wider_range(self, values: Tensor) -> Self:
+        return replace(
+            self,
+            smallest=torch.minimum(torch.as_tensor(self.smallest), values.amin(0)),
+            largest=torch.maximum(torch.as_tensor(self.largest), values.amax(0)),
+            integer=torch.as_tensor(self.integer) & (values == values.round()).all(0),
+        )
+
+    def clip(self, values: Tensor) -> Tensor:
+        """Clip means, quantiles or ends of intervals to the bounds of the target.
+
+        The bounds are a guess from the n fitted values: 0 if none is negative, 0 and 1 if all lie
+        between them, and the value itself if all are equal. A new value from the same distribution
+        is outside with a probability of at most 2 / (n + 1).
+        """
+        smallest = torch.as_tensor(self.smallest).to(values)
+        largest = torch.as_tensor(self.largest).to(values)
+        is_constant = smallest == largest
+        lower = torch.where(smallest >= 0, 0.0, -math.inf).to(values)
+        upper = torch.where((smallest >= 0) & (largest <= 1), 1.0, math.inf).to(values)
+        lower = torch.where(is_constant, smallest, lower)
+        upper = torch.where(is_constant, largest, upper)
+        return values.maximum(lower).minimum(upper)
+
     def within_bounds(self, values: Tensor) -> Tensor:
         """Return quantiles or ends of intervals as values that the target can have.
 
-        A number that cannot be negative is cut off at 0. The quantile of an integer is an integer.
-        The true value of a row is inside the changed interval if it was inside before.
+        They are clipped, and rounded if the target is an integer. A value within the bounds that
+        was inside an interval is inside the changed interval.
         """
-        values = torch.maximum(values, torch.as_tensor(self.lower))
+        values = self.clip(values)
         return torch.where(torch.as_tensor(self.integer), values.round(), values)
 
     # Components of the mixture
@@ -263,16 +292,13 @@ class GaussianHead(Head):
         else:
             mean, _ = mean.chunk(2, dim=-1)
         mean = self.mean + self.std * mean
-        return (torch.maximum(mean, torch.as_tensor(self.lower).to(mean)),)
+        return (self.clip(mean),)
 
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        """Return mean and standard deviation of the mixture, ``(row, target)``.
-
-        The mean of a target without negative training values is not negative.
-        """
+        """Return mean, clipped, and standard deviation of the mixture, ``(row, target)``."""
         mean, std = self.mixture(outputs)
         spread = ((std**2).mean(0) + mean.var(0, correction=0)).sqrt()
-        return torch.maximum(mean.mean(0), torch.as_tensor(self.lower).to(mean)), spread
+        return self.clip(mean.mean(0)), spread
 
     # Losses, metrics and calibration
 

@@ -108,6 +108,7 @@ def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None)
         previous: a previous fit with the same number of folds, whose groups are trained further in
             place.
     """
+    # Three parts: search on the first fold, train each group, calibrate on all folds.
     folds = int(prepared.arguments.folds)
     fold_of_row = assign_folds(len(prepared.train), folds, prepared.strata, prepared.seed)
     if prepared.arguments.tune and previous is None:
@@ -136,7 +137,9 @@ def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None)
     head, held_out, problem = calibrate_outputs(prepared, out_of_fold, prepared.train.target)
     held_out["members"] = member_losses
     head = head.with_scores(out_of_fold, prepared.train.target)
-    remarks = [*prepared.remarks, problem] if problem else list(prepared.remarks)
+    remarks = list(prepared.remarks)
+    if problem:
+        remarks.append(problem)
     return Fitted(
         prepared.preprocessing,
         prepared.encoder,
@@ -160,6 +163,7 @@ def _hold_out(prepared: Prepared, fold_of_row: Tensor, fold: int) -> Prepared:
 
 
 def _previous_groups(previous: Fitted) -> Any:
+    """Return the ensembles of an earlier fit, one for each fold."""
     ensemble = previous.ensemble
     if not isinstance(ensemble, GroupedEnsemble):
         raise ValueError("folds must stay 1 in a warm start, as in the first fit.")

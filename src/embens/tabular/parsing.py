@@ -115,7 +115,9 @@ def _read_categorical(values: Fields, count: int) -> CategoricalColumn:
     labels = values.texts("labels")
     check_unique(f"{values.place}.labels", labels)
     statistics = values.tensor("statistics", dims=3)
-    rows = len(labels) + 2 if labels else 0
+    rows = 0  # a column without target statistics
+    if labels:
+        rows = len(labels) + 2  # unseen and missing labels
     if tuple(statistics.shape[:2]) != (1 + FOLDS, rows) or (statistics.shape[2] > 0) != (rows > 0):
         raise values.fail("statistics", f"a tensor of shape ({1 + FOLDS}, {rows}, …)")
     return read_dataclass(CategoricalColumn, values)
@@ -140,7 +142,10 @@ def read_head(kind: type[Head], values: Fields) -> Any:
     for name, choices in HEAD_CHOICES.items():
         if name in arguments:
             values.text(name, choices)
-    count = len(arguments["labels"]) if "labels" in arguments else values.whole("targets")
+    if "labels" in arguments:
+        count = len(arguments["labels"])
+    else:
+        count = values.whole("targets")
     for name in ("temperature", "std"):
         if name in arguments and not bool((torch.as_tensor(arguments[name]) > 0).all()):
             raise values.fail(name, "above 0")

@@ -110,11 +110,22 @@ class Encoder(nn.Module):
         preprocessing: the learned encoding.
         bins: whether to include the piecewise-linear encoding.
 
+    A *ramp* is the position of a number in a bin: 0 at its left edge and 1 at its right edge,
+    clipped. The number of bins differs between columns, so tensors are padded.
+
     Attributes:
         left: left edge of each bin, ``(column, bin)``, padded with zeros.
         inverse_width: inverse width of each bin; 0 in the padding.
-        low: lower bound of each ramp, -1 in the first bin.
-        high: upper bound of each ramp, 2 in the last bin.
+        low: lower bound of each ramp: 0, or -1 in the first bin, which extends to the left.
+        high: upper bound of each ramp: 1, or 2 in the last bin, which extends to the right; 0 in
+            the padding.
+        first_score: score of the first edge, ``(column,)``.
+        score_rise: increase of the score from edge to edge, ``(column, bin)``.
+        is_constant: columns without a bin, ``(column,)``.
+        bin_index: positions of the bins in a flattened ``(column, bin)``, without the padding.
+        missing_index: columns with an indicator of missing numbers.
+        slot_column: the categorical column of each one-hot input.
+        slot_code: the code for which this input is 1.
 
     Shape:
         numbers ``(row, preprocessing.width)`` and codes ``(row, categorical column)`` become
@@ -136,7 +147,8 @@ class Encoder(nn.Module):
         self.left = nn.Buffer(edges[:, :-1].nan_to_num(0.0))
         self.inverse_width = nn.Buffer(torch.where(is_bin, 1 / width, 0.0))
         self.low = nn.Buffer(torch.where(is_bin & (index == 0), -1.0, 0.0))
-        self.high = nn.Buffer(is_bin.float() + is_last.float())
+        high = torch.where(is_last, 2.0, 1.0)
+        self.high = nn.Buffer(torch.where(is_bin, high, 0.0))
         self.first_score = nn.Buffer(scores[:, 0].nan_to_num(0.0))
         self.score_rise = nn.Buffer(torch.where(is_bin, scores.diff(dim=1), 0.0))
         self.is_constant = nn.Buffer(~is_bin.any(1))
@@ -334,8 +346,8 @@ def embed(
     post = law
     if sites == "first":
         # Modulate the output of the first layer only: then its product is shared by all members.
-        linear_layers = [n for n, part in reference.named_modules() if isinstance(part, nn.Linear)]
-        law = {linear_layers[0]: law}
+        names = [name for name, part in reference.named_modules() if isinstance(part, nn.Linear)]
+        law = {names[0]: law}
         post = None
         sites = "hidden"
     own = ()

@@ -310,7 +310,7 @@ def transform_candidates(prepared: Prepared) -> list[Prepared]:
     if skewness < MIN_SKEWNESS:
         return [prepared]
     candidates = [prepared, with_transform(prepared, "quantile")]
-    if torch.as_tensor(head.lower).eq(0).all():
+    if (torch.as_tensor(head.smallest) >= 0).all():
         candidates.append(with_transform(prepared, "log"))
     return candidates
 
@@ -319,6 +319,8 @@ def with_transform(prepared: Prepared, transform: str) -> Prepared:
     """Return the same rows with another transform of the target."""
     old: Any = prepared.head
     values, weights = old.unpack(prepared.train.target)
+    # Targets are stored as float32: a 0 may come back as a small negative number.
+    values = old.within_bounds(values)
     head = replace(old, transform=transform).scaled(values, weights)
 
     def convert(rows: Rows) -> Rows:

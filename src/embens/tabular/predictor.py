@@ -33,6 +33,7 @@ class MergedMembers:
         self.embedding = reference[:first]  # periodic inputs, if there are any
         self.weight = reference[first].weight.detach()
         self.bias = reference[first].bias.detach()
+        # Modulations of the outputs of the first layer, (member, hidden unit).
         self.scales = torch.ones(ensemble.members, len(self.bias), dtype=self.bias.dtype)
         for site in ensemble.spec.sites:
             if site.layer == str(first):
@@ -48,6 +49,7 @@ class MergedMembers:
         shared = linear(self.embedding(inputs), self.weight, self.bias)
         outputs = []
         for scale, layers in zip(self.scales, self.layers, strict=True):
+            # Dropout is the identity in predictions, so only linear layers and ReLU remain.
             hidden = (shared * scale).relu_()
             for weight, bias in layers[:-1]:
                 hidden = linear(hidden, weight, bias).relu_()
@@ -118,7 +120,9 @@ def predict_members(ensemble: EmbeddedEnsemble | GroupedEnsemble, inputs: Tensor
     versions = weight_versions(ensemble)
     old_versions, merged = _weights_of_ensemble.get(ensemble, ([], None))
     if versions != old_versions:
-        merged = MergedMembers(ensemble) if can_merge(ensemble) else None
+        merged = None
+        if can_merge(ensemble):
+            merged = MergedMembers(ensemble)
         _weights_of_ensemble[ensemble] = (versions, merged)
     if merged is not None:
         return merged(inputs)

@@ -171,6 +171,10 @@ def prepare(
     if not weights.all():
         used = weights.nonzero().squeeze(1)
         table, values, weights = table.take(used.numpy()), values[used], weights[used]
+    if previous is None:
+        head = head.with_range(values)
+    else:
+        head = head.with_wider_range(values)
 
     def encode(rows: np.ndarray) -> Prepared:
         part = table

@@ -215,8 +215,9 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
     ) -> np.ndarray:
         """Return quantiles of the mixture; they have no coverage guarantee.
 
-        Quantiles of a target without negative training values are not negative. Those of a target
-        whose training values are integers are integers.
+        They respect the fitted values of the target: none is negative if no fitted value is, none
+        is outside 0 and 1 if all fitted values are between them, and they are integers if all
+        fitted values are.
 
         Args:
             X: the rows.
@@ -249,7 +250,8 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         """Return conformal prediction intervals.
 
         An interval contains a new target with probability at least ``coverage``, on average over
-        rows that are exchangeable with the fitted ones, for any model.
+        rows that are exchangeable with the fitted ones, for any model. The ends respect the fitted
+        values of the target as those of :meth:`predict_quantiles` do.
 
         Args:
             X: the rows.

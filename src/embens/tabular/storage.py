@@ -41,7 +41,7 @@ from embens.tabular.perceptron import Encoder, build_network
 from embens.tabular.pipeline import Fitted
 from embens.tabular.targets import ClassHead
 
-FORMAT = Format("embens estimator", 10)
+FORMAT = Format("embens estimator", 11)
 NAMES = (
     "class",
     "arguments",
@@ -129,6 +129,7 @@ def load(path: str | os.PathLike[str], classes: list[type]) -> Any:
 
 
 def _load_fitted(tree: Fields, estimator: Any) -> Fitted:
+    """Return the fitted parts; the network is built from the arguments, then filled."""
     preprocessing = parsing.read_columns(tree.fields("columns"))
     head = parsing.read_head(estimator.head_class, tree.fields("head"))
     sizes = parsing.read_sizes(tree.fields("sizes"))
@@ -180,6 +181,7 @@ def _check_prediction(fitted: Fitted) -> None:
 
 
 def _ensemble_to_bytes(ensemble: embens.EmbeddedEnsemble) -> Tensor:
+    """Return the file of an ensemble as a tensor of bytes, which becomes a part of our file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "ensemble")
         ensemble.save(path)

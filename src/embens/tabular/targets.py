@@ -186,6 +186,14 @@ class Head(ABC):
     def scaled(self, values: Tensor, weights: Tensor) -> Self:
         """Return the head with the location and scale of the training rows."""
 
+    def with_range(self, values: Tensor) -> Self:
+        """Return the head with the range of all rows of the first fit; classes have no range."""
+        return self
+
+    def with_wider_range(self, values: Tensor) -> Self:
+        """Return the head of an earlier fit with a range that includes further rows."""
+        return self
+
     @abstractmethod
     def strata(self, values: Tensor) -> np.ndarray | None:
         """Return the classes ``(row,)`` by which held-out rows are stratified, if any."""
