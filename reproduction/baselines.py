@@ -11,6 +11,7 @@ results folder.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,6 +150,33 @@ def with_lines(
     return lambda y: [*draw_column(y=y), *lines(table, y, width=width)]
 
 
+def largest_ensembles(rows: Rows, selection: Selection) -> Rows:
+    """Return the selected rows with the most members, at most as many as there are baselines."""
+    return selection(rows).between("members", high=NETWORKS).last("members")
+
+
+def accuracy_of_networks(rows: Rows, ensembles: Rows, networks: int) -> float:
+    """Return the accuracy of some separate networks of the ensembles' width."""
+    width = float(ensembles["width"].fillna(1.0).max()) if "width" in ensembles.frame else 1.0
+    baselines = baseline_rows(rows)
+    if not len(baselines.frame):
+        raise MissingCellsError("cells of the baselines")
+    return baselines.where(width=width, members=networks).mean("accuracy")
+
+
+def gain_over_one(rows: Rows, selection: Selection) -> float:
+    """Return the accuracy of the selected ensembles minus that of one network."""
+    ensembles = largest_ensembles(rows, selection)
+    return ensembles.mean("accuracy") - accuracy_of_networks(rows, ensembles, 1)
+
+
+def gain_over_separate(rows: Rows, selection: Selection) -> float:
+    """Return the accuracy of the selected ensembles minus that of as many separate networks."""
+    ensembles = largest_ensembles(rows, selection)
+    networks = int(ensembles.mean("members"))
+    return ensembles.mean("accuracy") - accuracy_of_networks(rows, ensembles, networks)
+
+
 def claims(selection: Selection, jumps: bool = False) -> list[Claim]:
     """Return claims that compare selected members with one network and with separate networks.
 
@@ -161,32 +189,12 @@ def claims(selection: Selection, jumps: bool = False) -> list[Claim]:
     Returns:
         Two claims.
     """
-
-    def selected(rows: Rows) -> Rows:
-        return selection(rows).between("members", high=NETWORKS).last("members")
-
-    def accuracy_of_networks(rows: Rows, networks: int) -> float:
-        ensembles = selected(rows).frame
-        width = float(ensembles["width"].fillna(1.0).max()) if "width" in ensembles else 1.0
-        baselines = baseline_rows(rows)
-        if not len(baselines.frame):
-            raise MissingCellsError("cells of the baselines")
-        return baselines.where(width=width, members=networks).mean("accuracy")
-
-    def gain_over_one(rows: Rows) -> float:
-        return selected(rows).mean("accuracy") - accuracy_of_networks(rows, 1)
-
-    def gain_over_separate(rows: Rows) -> float:
-        ensembles = selected(rows)
-        networks = int(ensembles.mean("members"))
-        return ensembles.mean("accuracy") - accuracy_of_networks(rows, networks)
-
     measure_text = "difference of test accuracies, at the largest M up to 8"
     return [
         Claim(
             statement="the ensemble is more accurate than one network at its best rate",
             measure=measure_text,
-            statistic=gain_over_one,
+            statistic=partial(gain_over_one, selection=selection),
             above=0.0,
             paper="ensembles improve on a single model",
             jumps=jumps,
@@ -194,7 +202,7 @@ def claims(selection: Selection, jumps: bool = False) -> list[Claim]:
         Claim(
             statement="the ensemble is as accurate as M separate networks (to 1 %)",
             measure=measure_text,
-            statistic=gain_over_separate,
+            statistic=partial(gain_over_separate, selection=selection),
             above=-0.01,
             paper="as if trained independently",
             jumps=jumps,

@@ -46,7 +46,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from reproduction.pooling import PooledTables, pooled_error
@@ -100,12 +100,12 @@ class Claim:
     """A statement of the paper, and how it is tested.
 
     Attributes:
-        statement: What is tested.
-        measure: What the statistic is.
+        statement: The statement, as a sentence.
+        measure: Description of the statistic.
         statistic: Function of the table.
-        above: The statement is true for values above this,
-        below: and below this.
-        paper: What the paper reports.
+        above: Lower end of the region in which the statement is true.
+        below: Upper end of the region.
+        paper: The paper's result.
         jumps: The statistic can jump between points of a curve, so it needs the bootstrap.
     """
 
@@ -139,33 +139,14 @@ class Claim:
         Returns:
             The measured value, its interval and the verdict.
         """
-        value = low = high = math.nan
-        seeds = 0
+        estimate = _Estimate()
         note = ""
-        method = "seeds"
         try:
-            if pooled is not None and not pooled.is_complete:
-                value, seeds = float(self.statistic(Rows(table))), pooled.seeds
-                method = "pooled"
-                if pooled.knows_noise_of(self.statistic, value):
-                    low, high = pooled_ends(self, value, None, pooled)
-                else:
-                    note = "the noise of some cells is not known"
-            else:
-                value, low, high, seeds = interval(table, self.statistic, samples=samples)
-            if method == "seeds" and pooled is not None and not math.isnan(low):
-                seed_ends = (low, high)
-                low, high = pooled_ends(self, value, seed_ends, pooled)
-                method = "seeds" if (low, high) == seed_ends else "pooled"
+            estimate = self._estimate(table, samples, pooled)
+            if pooled is not None:
+                estimate = self._with_pooled_ends(estimate, pooled)
         except MissingCellsError as error:
             note = f"missing: {error}"
-        else:
-            if math.isnan(value):
-                note = "the statistic is not defined on this table"
-            elif seeds == 1:
-                note = "one seed gives no interval"
-            elif math.isnan(low) and not note:
-                note = "no interval"
         return Judgement(
             statement=self.statement,
             measure=self.measure,
@@ -173,14 +154,71 @@ class Claim:
             above=self.above,
             below=self.below,
             region=self.region,
-            value=value,
-            low=low,
-            high=high,
-            seeds=seeds,
-            verdict=verdict(low, high, self.above, self.below),
-            note=note,
-            method=method,
+            value=estimate.value,
+            low=estimate.low,
+            high=estimate.high,
+            seeds=estimate.seeds,
+            verdict=verdict(estimate.low, estimate.high, self.above, self.below),
+            note=note or estimate.describe_gap(),
+            method=estimate.method,
         )
+
+    def _estimate(
+        self, table: Frame, samples: Sequence[Rows], pooled: PooledTables | None
+    ) -> "_Estimate":
+        """Return the value with the interval of the seeds."""
+        if pooled is not None and not pooled.is_complete:
+            # Cells that lack some seeds have no interval of the seeds.
+            value = float(self.statistic(Rows(table)))
+            return _Estimate(value, seeds=pooled.seeds, method="pooled")
+        value, low, high, seeds = interval(table, self.statistic, samples=samples)
+        return _Estimate(value, low, high, seeds)
+
+    def _with_pooled_ends(self, estimate: "_Estimate", pooled: PooledTables) -> "_Estimate":
+        """Return the estimate with the interval of pooled residuals, where it can be used."""
+        if not pooled.is_complete:
+            if not pooled.knows_noise_of(self.statistic, estimate.value):
+                return replace(estimate, note="the noise of some cells is not known")
+            low, high = pooled_ends(self, estimate.value, None, pooled)
+            return replace(estimate, low=low, high=high)
+        if math.isnan(estimate.low):
+            return estimate
+        seed_ends = (estimate.low, estimate.high)
+        low, high = pooled_ends(self, estimate.value, seed_ends, pooled)
+        if (low, high) == seed_ends:
+            return estimate
+        return replace(estimate, low=low, high=high, method="pooled")
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """A statistic with its interval.
+
+    Attributes:
+        value: The statistic; NaN if it could not be computed.
+        low: Lower end of its interval.
+        high: Upper end of its interval.
+        seeds: Number of seeds.
+        method: ``"pooled"`` or ``"seeds"``, the source of the interval.
+        note: Why there is no interval, if that is known.
+    """
+
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    seeds: int = 0
+    method: str = "seeds"
+    note: str = ""
+
+    def describe_gap(self) -> str:
+        """Return why there is no value or interval; empty if there are both."""
+        if math.isnan(self.value):
+            return "the statistic is not defined on this table"
+        if self.seeds == 1:
+            return "one seed gives no interval"
+        if math.isnan(self.low):
+            return self.note or "no interval"
+        return self.note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,18 +226,18 @@ class Judgement:
     """A claim with its measured value, interval and verdict.
 
     Attributes:
-        statement: What is tested.
-        measure: What the statistic is.
-        paper: What the paper reports.
-        above: The statement is true for values above this,
-        below: and below this.
+        statement: The statement, as a sentence.
+        measure: Description of the statistic.
+        paper: The paper's result.
+        above: Lower end of the region in which the statement is true.
+        below: Upper end of the region.
         region: The region in words.
         value: The statistic; NaN if it could not be computed.
         low: Lower end of its interval.
         high: Upper end of its interval.
         seeds: Number of seeds.
         verdict: ``"holds"``, ``"does not hold"`` or ``"undecided"``.
-        note: Why there is no value or interval.
+        note: Why there is no value or interval; empty if there are both.
         method: ``"pooled"`` or ``"seeds"``, the source of the interval.
     """
 

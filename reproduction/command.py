@@ -3,6 +3,7 @@
 import os
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -108,26 +109,15 @@ def run_experiments(options: Namespace) -> int:
     if options.data is not None:
         # Workers read the same variable.
         os.environ["EMBENS_DATA"] = str(options.data.expanduser().resolve())
-    setting = _make_setting(options)
-    workers = options.workers
-    if workers is None:
-        workers = _default_workers(setting)
-    run = Run(
-        setting=setting,
-        out=options.out,
-        engine=_make_engine(options, workers, setting.device.startswith("cuda")),
-        workers=max(1, workers),
-        retry_failed=options.retry_failed,
-        console=Console(highlight=False, soft_wrap=True),
-    )
+    run = _make_run(options, Console(highlight=False, soft_wrap=True))
     # All sweeps are checked before the first one runs.
     sweeps = {name: _select_cells(options, name, run.setting) for name in names}
     _check_axes(options.only, sweeps)
-    without_rates = options.preset == "cpu" and not setting.rates
-    if without_rates and options.name not in ("compare", *TUNINGS):
+    needs_rates = options.preset == "cpu" and options.name not in ("compare", *TUNINGS)
+    if needs_rates and not run.setting.rates:
         run.console.print(
             "The learning rates of this preset are not recorded yet: all families use "
-            f"{setting.lr:g}. Run `tuning` and `record` first."
+            f"{run.setting.lr:g}. Run `tuning` and `record` first."
         )
     failures = 0
     for name, cells in sweeps.items():
@@ -172,6 +162,21 @@ def _check_folders(options: Namespace) -> None:
     data = options.data
     if data is not None and out.exists() and data.exists() and os.path.samefile(out, data):
         raise ValueError(f"--out must be another folder than --data, got {out} for both.")
+
+
+def _make_run(options: Namespace, console: "Console") -> Run:
+    setting = _make_setting(options)
+    workers = options.workers
+    if workers is None:
+        workers = _default_workers(setting)
+    return Run(
+        setting=setting,
+        out=options.out,
+        engine=_make_engine(options, workers, setting.device.startswith("cuda")),
+        workers=max(1, workers),
+        retry_failed=options.retry_failed,
+        console=console,
+    )
 
 
 def _make_setting(options: Namespace) -> Setting:
@@ -274,11 +279,18 @@ def reproduce(run: Run, name: str, cells: list[Cell]) -> int:
         )
         return 1
     known = len(cells) - measured
-    duration = format_time(seconds)
     console.print(
-        f"{name}: {measured} cells measured in {duration}, {known} known before; "
+        f"{name}: {measured} cells measured in {format_time(seconds)}, {known} known before; "
         f"results in {folder}"
     )
+    _print_problems(console, name, results, failed)
+    return len(failed)
+
+
+def _print_problems(
+    console: "Console", name: str, results: Results, failed: Sequence[Cell]
+) -> None:
+    """Print the number of outdated results and the first cells that failed."""
     outdated = count_outdated(results, name)
     if outdated:
         console.print(
@@ -290,7 +302,6 @@ def reproduce(run: Run, name: str, cells: list[Cell]) -> int:
         console.print(text, style="red", markup=False)
     if failed:
         console.print(f"{len(failed)} cells failed; --retry-failed measures them again")
-    return len(failed)
 
 
 def _lock(console: "Console", folder: Path) -> AcquireReturnProxy:

@@ -154,9 +154,7 @@ def curves(
     for value, colour in colours.items():
         if value not in groups:
             continue
-        # Average within a seed first: several rows of one seed are not independent.
-        per_seed = groups[value].groupby([x, "seed"])[y].mean().reset_index()
-        points = per_seed.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"]).fillna(0.0)
+        points = _means_over_seeds(groups[value], x, y)
         if not len(points):
             continue
         xs = [float(number) for number in points.index]
@@ -172,6 +170,13 @@ def curves(
         )
         drawn.append(curve)
     return drawn
+
+
+def _means_over_seeds(table: Frame, x: str, y: str) -> Frame:
+    """Return mean and standard error of ``y`` by ``x``; an error is 0 for one seed."""
+    # Average within a seed first: several rows of one seed are not independent.
+    per_seed = table.groupby([x, "seed"])[y].mean().reset_index()
+    return per_seed.groupby(x)[y].agg(["mean", "sem"]).dropna(subset=["mean"]).fillna(0.0)
 
 
 def panels(

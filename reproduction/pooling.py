@@ -31,7 +31,7 @@ class PooledTables:
         residual_degrees: Degrees of freedom of the variance of residuals.
         seeds: Number of seeds.
         is_complete: Whether all cells have all seeds, apart from those in which a run diverged.
-        known: The table without the cells whose noise is not known; None if there are none.
+        known: The rows of the cells whose noise is known; None if it is known for all cells.
     """
 
     residual_tables: list[Rows]
@@ -73,6 +73,8 @@ class PooledTables:
 
     def knows_noise_of(self, statistic: Callable[[Rows], float], value: float) -> bool:
         """Return whether a statistic depends only on cells whose noise is known.
+
+        Such a statistic has the same value without the other cells.
 
         Args:
             statistic: The statistic.
@@ -204,7 +206,7 @@ def _group_cells(
     for by_seed in _positions_of_cells(table, axes):
         row_counts = {len(positions) for positions in by_seed.values()}
         if len(row_counts) > 1:
-            continue
+            continue  # a run ended early, so that its rows cannot be compared with other seeds
         indices = [index for index, seed in enumerate(seeds) if seed in by_seed]
         positions = numpy.array([by_seed[seeds[index]] for index in indices])
         if diverged[positions].any():
@@ -247,6 +249,7 @@ def _find_lender(key: Any, complete: dict[Any, list[Any]]) -> Any:
 def _make_stratum(
     positions: Any, columns: list[str], values: Any, partial: list[_PartialCell]
 ) -> _Stratum:
+    """Split the values of complete cells into means, effects of seeds, and residuals."""
     import numpy
 
     cells, seeds = positions.shape[:2]

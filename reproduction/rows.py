@@ -128,7 +128,18 @@ class Rows:
     def growth(self, x: str, y: str) -> tuple[list[float], list[float]]:
         """Return ``x`` and the fraction of the way of ``y`` from its value at x=0 to 1.
 
-        At x=1 the value of ``y`` is 1 by definition.
+        The point (1, 1) replaces measurements at x=1, where ``y`` is 1 by definition: for example
+        the correlation of equal members.
+
+        Args:
+            x: Column of the abscissa, from 0 to 1.
+            y: Column of the ordinate.
+
+        Returns:
+            The values of ``x`` and the fractions.
+
+        Raises:
+            MissingCellsError: If there are no rows with x=0.
         """
         xs, ys = self.between(x, high=0.999).curve(x, y)
         if xs[0] != 0:
@@ -139,6 +150,7 @@ class Rows:
     def halfway(self, x: str, y: str) -> float:
         """Return the first ``x`` at which ``y`` is halfway from its value at x=0 to 1."""
         xs, fractions = self.growth(x, y)
+        # Fractions start with 0 and end with 1, so that the index is at least 1 after the loop.
         index = 0
         while fractions[index] < 0.5:
             index += 1

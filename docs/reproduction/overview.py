@@ -49,94 +49,102 @@ FIGURES = [
         "transition",
         "Members change from independent to collective near p = 0.6.",
         "the curves separate into two groups near p=0.6",
-        "There are two regimes with a sharp transition, at a larger p than in the paper.",
+        "There are two regimes with a sharp transition, at a larger p than in the paper. The "
+        "inverted U in M is not tested, because M ends at 8.",
     ),
     Figure(
         "widths",
         "Wider networks have room for more members.",
         "the best number of members grows with the width",
-        "Members gain most in the widest network.",
+        "Averaged over seeds, 8 members are best at the two smaller widths, 16 (the most that were "
+        "run) at the largest.",
     ),
     Figure(
         "trajectories",
         "With γ = M, members learn equally fast for every M.",
         "with γ=M members learn equally fast for every M (exponent 0, to 0.2)",
-        "The run is too short to decide; on digits the statement holds.",
+        "Twelve epochs do not decide it. On digits (`quick`) it holds, and γ=1 is slower.",
     ),
     Figure(
         "lld-rates",
         "Last-layer dropout is best near ten members.",
         "the best number of members is near 10",
-        "Sixteen hidden units have room for one or two members only.",
+        "The last hidden layer has 16 units here, 512 in the paper: room for one or two members.",
     ),
     Figure(
         "gradients",
         "The cosine between members' gradients falls as 1/width.",
         "|cos| ∝ 1/width, as in the paper",
-        "Inner layers fall as 1/width; first and last layers as 1/√width, so the total falls more "
-        "slowly than stated.",
+        "Inner layers fall as 1/width, the first and the last as 1/√width. The total lies between "
+        "them and must approach 1/√width (an erratum).",
     ),
     Figure(
         "ablation",
         "Modulations after the activation alone are as good as both.",
         "post only: as accurate as the baseline (to 1 %)",
-        "So they are; modulated inputs and outputs cost less than in the paper.",
+        "The correlation is equal as well. Input and output modulations cost 0.8 points, not 2 or "
+        "more.",
     ),
     Figure(
         "ntk-at-init",
         "The tangent kernel between members falls as 1/width.",
         "the ratio falls as 1/width when centred (normalised by the limit)",
-        "Heavy tails make the ratio noisy, and few seeds do not decide it.",
+        "The kernel has heavy tails, and two seeds do not decide it. With shifted modulations the "
+        "effect of m other members grows as m², as in the paper (nll).",
     ),
     Figure(
         "mc-dropout",
         "Fixed centred masks train independent members, with a best M that grows with the width.",
         "with fixed centred masks the best M grows with width",
-        "Fixed masks give independent members; fresh centred masks do not learn.",
+        "Members with fixed masks are much less correlated than with fresh shifted masks. Fresh "
+        "centred masks hardly learn, as in the paper.",
     ),
     Figure(
         "lld",
         "Last-layer members become more correlated as p grows.",
         "correlation grows with p",
-        "So they do; the other statements need more seeds.",
+        "The other statements are undecided. On digits (`quick`) the best M grows with the width.",
     ),
     Figure(
         "cost",
         "Last-layer dropout with 50 members costs about 10 % more time.",
         "a training step costs at most 1.1 × that of one network at M=50",
-        "So it does; the time of a BatchEnsemble is proportional to M.",
+        "The additional time is 6 %. The time of a BatchEnsemble is proportional to M.",
     ),
     Figure(
         "theorems",
         "Kernels between members vanish if and only if the last modulations are centred.",
         "the tangent kernel between members vanishes if only u of the last layer is centred",
-        "Kernels converge as stated; a shared output bias couples members (an erratum).",
+        "The value is that of centred u in the last layer only. It is 0.04 if these are not "
+        "centred, and 0.11 with a shared output bias (an erratum).",
     ),
     Figure(
         "parametrization",
         "Standard and NTK parametrization reach a similar accuracy.",
         "both reach a similar ensemble accuracy (to 1.5 %)",
-        "The difference is small; the interval is too wide for a verdict.",
+        "The difference is small, but the interval exceeds the tolerance of 1.5 points.",
     ),
 ]
 
 HEAD = """# The paper in two minutes
 
 One row for each figure of *Embedded Ensembles: Infinite Width Limit and Operating Regimes*
-(Velikanov et al., AISTATS 2022): its main statement, our measurement with a 95 % interval, and the
-verdict, which is computed from our table. A click on a name opens the picture.
-[All claims](claims.md) has every statement, and [the details](README.md) have set-up, history and
-discussion.
+(Velikanov et al., AISTATS 2022): one of its statements, our measurement with a 95 % interval, and
+the verdict. A statement **holds** if the whole interval lies in the region where it is true, and
+**does not hold** if the interval lies outside; otherwise it is **undecided**. Names link to the
+pictures. [All claims](claims.md) has every statement with its region, and [the details](README.md)
+have set-up and history.
 
 | preset | data and network |
 | - | - |
-| `cpu` | CIFAR-100, 10,000 images of 20 coarse classes, 16×16 pixels |
-| `cpu`: `gradients`, `ntk-at-init`, `cost` | the paper's network; nothing is trained |
+| `cpu` | the paper's network, not trained: `gradients`, `ntk-at-init`, `cost` |
+| `cpu`, `compare` | CIFAR-100, 8,000 images, see [equal compute](#equal-compute) |
 | `earlier` | CIFAR-100, 1,000 images that the networks memorise; weak evidence |
 | `quick` | scikit-learn's digits and tiny perceptrons; a smoke test |
 
-**All trained networks are much smaller than the paper's**: a different result may be due to scale.
-`gpu` and `paper`, the set-up of the paper, have not been run.
+**No figure with trained networks has been run at the paper's scale.** Its networks have eight
+times the channels of `earlier` and see 40 times the images, so a different result may be due to
+scale. The presets `gpu` and `paper` have the paper's network but have not been run.
 
 Written by `overview.py`; do not edit by hand.
 """
@@ -144,18 +152,40 @@ Written by `overview.py`; do not edit by hand.
 TAIL = """
 ## What the paper leaves open
 
-The paper does not state the kind of pooling, the readout, the weight decay and the augmentation. We
-chose average pooling, the mean over pixels, 5e-4, and flips with shifts (`cpu`).
+The paper does not state the following; these are our choices.
+
+| open | `cpu` | `earlier` | `quick` |
+| - | - | - | - |
+| pooling | average | average | no convolutions |
+| readout | mean over pixels | mean over pixels | – |
+| weight decay | 5e-4 | 5e-4 | 5e-4 |
+| augmentation | flips and shifts | none | none |
 
 ## Errata
 
-- **Cosines between gradients.** The exponent of the total is −½ in the limit and about −0.8 at the
-  paper's widths, because the last layer holds 8–13 % of the squared gradient norm there. In the
-  standard parametrization the share of the first layer vanishes.
-- **Output bias.** A shared bias of the output layer couples members even if all modulations are
-  centred.
+Errors of the paper that change a statement or a formula.
+[Theory](../theory-derivations.md#where-the-papers-formulas-are-wrong) has the corrections with
+values. Tests check all of them except the misprints.
+
+- **Proposition 2.** The tangent kernel contains E[v v′ φ′(v z) φ′(v′ z′)]. The paper factorises
+  this mean, which is wrong if there are modulations v before the activation. Φ_z is printed with φ
+  in the place of φ′. The condition for independence, E[u] = 0 in the last hidden layer, is not
+  affected.
+- **Theorem 2(3).** Members with E[u] ≠ 0 need not have a positive tangent kernel: it can be
+  negative for some activations if v has both signs and inputs differ in norm. The theorem is true
+  for v ≥ 0, for ReLU, and for inputs of equal norm.
+- **Theorems 1(2) and 2(2).** With a shared bias in the output layer, members are coupled although
+  E[u] = 0.
+- **Cosines between gradients.** The limiting exponent in the width is −½ in total, not −1. Inner
+  layers alone, and cos², have −1. Over the widths of `gradients` neither total has reached its
+  limit (|cos| −0.74, cos² −1.6).
+- **Modulations v alone.** Members with u = 1 are not always collective: with an odd activation
+  such as tanh and a symmetric v they are independent.
 - **γ in the collective regime.** The spectrum of the kernel gives a value between 1 and M, not
-  exactly 1.
+  always 1. The kernels change smoothly with p: the transition near p = 0.6 is not a property of
+  the limit.
+- **Misprints.** Section 3.1 lists γ = 1 and γ = M in the wrong order (independent: M). The caption
+  of the ablation says variance 1/√2, which is the standard deviation.
 
 ## Beyond the paper
 
@@ -177,11 +207,16 @@ pays for more of them; for two networks it pays for more epochs. Guessing has a 
 [All measures](compare/cpu/figure.png), [claims](claims.md#compare-cpu).
 """
 COMPARED = ("accuracy", "nll", "scaled_nll")
-CONCLUSION = """**When is an embedded ensemble the right choice?** Two members drawn from signs
-are, if training is so long that one network becomes overconfident (here 4 ×) and only the
-parameters of one network can be stored. They are not, if training is short (1 × and 2 ×), where one
-network trained as long is better, if two networks can be stored, which are as good at 4 × or
-better, or if there are more members than the width has room for (here four).
+CONCLUSION = """**When is an embedded ensemble the right choice?** Two members drawn from signs are
+a good choice if both conditions are met:
+
+- Training is so long that one network becomes overconfident (here 4 ×). At 1 × and 2 × one network
+  trained as long is better.
+- Only the parameters of one network can be stored. Two networks are as good at 4 × or better.
+
+The advantage in log loss is mainly better calibration: after temperature scaling it is undecided
+over 2 × and 4 ×. Four members are worse than two at every compute here. All values are means over
+two seeds.
 """
 
 BEYOND = {

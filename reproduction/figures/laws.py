@@ -175,6 +175,24 @@ def lowest_loss_text(rows: Rows, sites: str) -> str:
     return f"{sites} alone: lowest loss with {best_law(rows, 'nll', sites)}"
 
 
+def titles_of_both(rows: Rows) -> dict[str, str]:
+    """Return the titles of the panels of u and v together, with the best law of each column."""
+    titles = {}
+    for column, statement, otherwise in (
+        ("nll", "lowest loss", "u and v"),
+        ("accuracy", "most accurate", "accuracy"),
+        ("member_accuracy", "best members", "members"),
+        ("correlation", "least correlated", "correlation"),
+    ):
+        titles[column] = state(partial(best_law_text, rows, column, statement), otherwise)
+    return {**titles, "effective_width": "effective width, before training"}
+
+
+def best_law_text(rows: Rows, column: str, statement: str) -> str:
+    """Return a title with the best law of a column for u and v together."""
+    return f"u and v: {statement} with {best_law(rows, column, BOTH)}"
+
+
 def plot(table: Frame) -> Figure:
     """Return the scores against width for u and v together, and the log loss for each alone."""
     colours = {ONE: BLACK, FASTER: BROWN, SEPARATE: GREY}
@@ -205,21 +223,7 @@ def plot(table: Frame) -> Figure:
             *draw_tuned(SEPARATE, members, y),
         ]
 
-    best = partial(best_law, Rows(table))
-    titles = {
-        "nll": state(lambda: f"u and v: lowest loss with {best('nll', BOTH)}", "u and v"),
-        "accuracy": state(
-            lambda: f"u and v: most accurate with {best('accuracy', BOTH)}", "accuracy"
-        ),
-        "member_accuracy": state(
-            lambda: f"u and v: best members with {best('member_accuracy', BOTH)}", "members"
-        ),
-        "correlation": state(
-            lambda: f"u and v: least correlated with {best('correlation', BOTH)}", "correlation"
-        ),
-        "effective_width": "effective width, before training",
-    }
-    drawn = panels(draw_both, titles, "width")
+    drawn = panels(draw_both, titles_of_both(Rows(table)), "width")
     for sites in ("u", "v"):
         text = state(partial(lowest_loss_text, Rows(table), sites), f"{sites} alone")
         drawn += panels(partial(draw, rows_with(sites)), {"nll": text}, "width")

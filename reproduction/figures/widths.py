@@ -118,21 +118,9 @@ CLAIMS = [
 ]
 
 
-def plot(table: Frame) -> Figure:
-    """Return the paper's four panels."""
-    embedded = ensemble_rows(Rows(table)).frame
-    separate = baseline_rows(Rows(table)).frame
-    colours = shades(table["width"], "plasma")
-
-    def draw_both(x: str, y: str, style: str = "line", ends: str = "") -> list[Curve]:
-        draw = partial(curves, x=x, y=y, by="width", colours=colours)
-        drawn = draw(embedded, label="×{}", style=style)
-        for curve in draw(separate, label="×{}, separate", style="dash"):
-            drawn.append(replace(curve, ends=ends))
-        return drawn
-
-    rows = ensemble_rows(Rows(table))
-    titles = {
+def titles_against_members(rows: Rows) -> dict[str, str]:
+    """Return the titles of the panels against M, with the results of the embedded ensembles."""
+    return {
         "accuracy": state(lambda: f"(a) {best_members(rows)}", "(a) ensemble accuracy"),
         "member_accuracy": state(
             lambda: (
@@ -149,7 +137,23 @@ def plot(table: Frame) -> Figure:
             "(c) correlation",
         ),
     }
+
+
+def plot(table: Frame) -> Figure:
+    """Return the paper's four panels."""
+    embedded = ensemble_rows(Rows(table)).frame
+    separate = baseline_rows(Rows(table)).frame
+    colours = shades(table["width"], "plasma")
+
+    def draw_both(x: str, y: str, style: str = "line", ends: str = "") -> list[Curve]:
+        draw = partial(curves, x=x, y=y, by="width", colours=colours)
+        drawn = draw(embedded, label="×{}", style=style)
+        for curve in draw(separate, label="×{}, separate", style="dash"):
+            drawn.append(replace(curve, ends=ends))
+        return drawn
+
     ends = f"{baselines.NETWORKS} were trained"
+    titles = titles_against_members(ensemble_rows(Rows(table)))
     against_members = panels(partial(draw_both, "members", ends=ends), titles)
     advantage = state(
         lambda: (

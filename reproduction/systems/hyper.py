@@ -215,21 +215,10 @@ def hyper_batch_ensemble(
                 f"{name} must have one value per member ({ensemble.members}), got {len(values)}."
             )
     ensemble.train()
-    individual = list(ensemble.individual_parameters())
-
-    def loss(inputs: Tensor, target: Tensor) -> Tensor:
-        outputs = ensemble(inputs)
-        total = outputs.new_zeros(())
-        for a in range(ensemble.members):
-            criterion = partial(F.cross_entropy, label_smoothing=settings.label_smoothing[a])
-            total = total + embens.objective(outputs[a : a + 1], target, criterion)
-            for parameter in individual:
-                total = total + settings.weight_decay[a] * parameter[a].square().sum() / 2
-        return total
-
+    loss = partial(_sum_of_losses, ensemble, settings)
     # A factor of the gradient is a factor of the learning rate, since SGD is linear in it.
     handles = []
-    for parameter in individual:
+    for parameter in ensemble.individual_parameters():
         factors = torch.tensor(settings.rates, dtype=parameter.dtype, device=parameter.device)
         factors = factors.view(-1, *[1] * (parameter.dim() - 1))
         handles.append(parameter.register_hook(partial(torch.mul, factors)))
@@ -239,3 +228,18 @@ def hyper_batch_ensemble(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _sum_of_losses(
+    ensemble: embens.EmbeddedEnsemble, settings: MemberSettings, inputs: Tensor, target: Tensor
+) -> Tensor:
+    """Return the members' losses, each with its label smoothing and weight decay, as a sum."""
+    individual = list(ensemble.individual_parameters())
+    outputs = ensemble(inputs)
+    total = outputs.new_zeros(())
+    for a in range(ensemble.members):
+        criterion = partial(F.cross_entropy, label_smoothing=settings.label_smoothing[a])
+        total = total + embens.objective(outputs[a : a + 1], target, criterion)
+        for parameter in individual:
+            total = total + settings.weight_decay[a] * parameter[a].square().sum() / 2
+    return total

@@ -35,7 +35,7 @@ def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
     assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 0
     folder = tmp_path / "transition" / "quick"
     table = pandas.read_csv(folder / "table.csv")
-    assert len(table) == 2 * (3 + 3 + 2) + 2 * 4  # fair lines have four rows a seed
+    assert len(table) == 2 * (3 + 3 + 2) + 2 * 4  # baselines have four rows a seed
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
     judged = json.loads((folder / "claims.json").read_text())
     printed = " ".join(capsys.readouterr().out.split())
