@@ -122,6 +122,10 @@ class TestCheckRows:
         with pytest.raises(TypeError, match=r"x must be a batch of tensors, got \("):
             check_rows("x", values, "a batch of tensors")
 
+    def test_names_the_fix_for_a_list_of_numbers(self):
+        with pytest.raises(TypeError, match=r"Convert lists of numbers with torch\.tensor"):
+            check_rows("train", [torch.zeros(2), [0, 1]], "tensors")
+
     def test_raises_for_different_numbers_of_rows(self):
         message = r"x must have the same number of rows in all tensors, got shapes \(2,\), \(3, 1\)"
         with pytest.raises(ValueError, match=message):

@@ -49,6 +49,8 @@ def test_a_batch_ensemble_takes_another_class_of_laws():
     assert {site.law for site in ensemble.spec.sites} == {laws.Signs(0.6)}
     with pytest.raises(TypeError, match=r"a class of laws such as laws\.Signs, got Normal"):
         embens.batch_ensemble(mlp(), 4, law=laws.Normal())
+    with pytest.raises(TypeError, match=r"a class of laws such as laws\.Signs, got 'signs'"):
+        embens.batch_ensemble(mlp(), 4, law="signs")
 
 
 def test_fixed_masks_stay_and_are_not_parameters():

@@ -179,6 +179,11 @@ class TestConformalIntervals:
             prediction.conformal_intervals(Prediction(prediction.members), target)
 
 
+def test_probabilities_of_a_single_output_raise_with_the_fix():
+    with pytest.raises(ValueError, match="For a regression pass task='regression' to predict"):
+        _ = Prediction(torch.randn(2, 3, 1)).probabilities
+
+
 def test_probabilities_of_images_need_classes_on_the_last_axis():
     outputs = torch.randn(2, 3, 4, 5, 5)  # (member, batch, class, height, width)
     with pytest.raises(ValueError, match=r"flatten\(1, -2\) if classes are axis 2"):

@@ -191,3 +191,8 @@ def test_a_wrong_number_of_inputs_raises(counts, valid):
         return
     with pytest.raises(ValueError, match="train: the network takes 1 input, got 2"):
         check_inputs("train", (X, Z), counts)
+
+
+def test_inputs_with_a_target_raise_if_the_network_takes_one():
+    with pytest.raises(ValueError, match=r"takes 1 input, got 2\. Pass inputs without targets"):
+        list(input_batches((X, Y), batch_size=3, counts=(1, 1)))

@@ -252,7 +252,10 @@ def check_rows(name: str, values: Any, expected: str) -> int:
         kinds = ", ".join(type(leaf).__name__ for leaf in leaves[:MAX_ROWS])
         if len(leaves) > MAX_ROWS:
             kinds += ", …"
-        raise TypeError(f"{name} must be {expected}, got ({kinds}).")
+        hint = ""
+        if any(isinstance(leaf, (int, float)) for leaf in leaves):
+            hint = " Convert lists of numbers with torch.tensor."
+        raise TypeError(f"{name} must be {expected}, got ({kinds}).{hint}")
     rows = len(leaves[0])
     if any(len(leaf) != rows for leaf in leaves):
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)

@@ -157,6 +157,8 @@ def batch_ensemble(
     """
     if isinstance(law, Law):
         raise TypeError(f"law must be a class of laws such as laws.Signs, got {law}. See embed.")
+    if not callable(law):
+        raise TypeError(f"law must be a class of laws such as laws.Signs, got {law!r}.")
     return embed(
         reference,
         members,

@@ -243,9 +243,15 @@ def _check_classes(shape: torch.Size, target: Tensor) -> None:
         )
     expected = shape if target.is_floating_point() else (shape[0], *shape[2:])
     if target.shape != expected:
+        if target.shape == shape:
+            hint = " Pass the classes of one-hot rows, target.argmax(1), or target.float()."
+        elif target.shape == (*expected, 1):
+            hint = " Squeeze a column of classes."
+        else:
+            hint = ""
         raise ValueError(
             f"cross-entropy needs targets of shape {tuple(expected)} for members' outputs "
-            f"{tuple(shape)}, got {tuple(target.shape)}. Squeeze a column of classes."
+            f"{tuple(shape)}, got {tuple(target.shape)}.{hint}"
         )
 
 

@@ -133,6 +133,12 @@ class Prediction:
                 "probabilities needs logits (member, batch, class), got shape "
                 f"{tuple(outputs.shape)}. {FLATTEN_POSITIONS}"
             )
+        if outputs.shape[-1] == 1:
+            raise ValueError(
+                "probabilities needs at least two classes, got a single output per row. For a "
+                "regression pass task='regression' to predict and use mean; for one logit z per "
+                "row pass torch.cat([torch.zeros_like(z), z], -1)."
+            )
         return outputs.softmax(-1).mean(0)
 
     @property

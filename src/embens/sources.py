@@ -42,6 +42,7 @@ def input_batches(
 
     Raises:
         TypeError: if ``x`` is none of these.
+        ValueError: if a tuple has more or fewer inputs than the network takes.
 
     Example:
         >>> [len(batch) for batch in input_batches(torch.zeros(5, 2), batch_size=2)]
@@ -51,6 +52,7 @@ def input_batches(
         x = dict(x)
     x = as_tensors(x, dtype)
     if isinstance(x, (Tensor, tuple, dict)):
+        check_inputs("x", x, counts, "Pass inputs without targets.")
         yield from _slices("x", x, INPUTS, batch_size)
         return
     for batch in _loader("x", x, INPUTS, batch_size):
@@ -144,13 +146,19 @@ def count_inputs(function: Callable[..., Any]) -> tuple[int, float]:
     return least, most
 
 
-def check_inputs(name: str, inputs: Any, counts: tuple[int, float] | None) -> None:
+def check_inputs(
+    name: str,
+    inputs: Any,
+    counts: tuple[int, float] | None,
+    hint: str = "Data are (inputs, targets); for a list of batches pass a DataLoader.",
+) -> None:
     """Raise ValueError if there are more or fewer inputs than the network takes.
 
     Args:
         name: of the data, for the error message.
         inputs: a tuple of inputs; anything else is not checked.
         counts: least and largest number of inputs of the network; None: unknown.
+        hint: the last sentence of the error message.
 
     Example:
         >>> check_inputs("train", ("x", "z"), (1, 1))
@@ -164,10 +172,7 @@ def check_inputs(name: str, inputs: Any, counts: tuple[int, float] | None) -> No
         return
     expected = f"{least}" if least == most else f"{least} to {most}"
     noun = "input" if expected == "1" else "inputs"
-    raise ValueError(
-        f"{name}: the network takes {expected} {noun}, got {len(inputs)}. Data are (inputs, "
-        "targets); for a list of batches pass a DataLoader."
-    )
+    raise ValueError(f"{name}: the network takes {expected} {noun}, got {len(inputs)}. {hint}")
 
 
 def has_weights(values: Any, counts: tuple[int, float] | None) -> bool:

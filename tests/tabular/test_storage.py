@@ -40,7 +40,7 @@ def test_a_regressor_is_the_same_after_save_and_load_with_intervals(tmp_path):
     np.testing.assert_array_equal(predictions(again, X), predictions(model, X))
     assert again.history_.equals(model.history_)
     assert again.members_.equals(model.members_)
-    with pytest.raises(ValueError, match="holds a EmbeddedEnsembleRegressor"):
+    with pytest.raises(ValueError, match="holds an EmbeddedEnsembleRegressor"):
         EmbeddedEnsembleClassifier.load(tmp_path / "model")
 
 
@@ -99,7 +99,7 @@ def test_other_files_are_errors(tmp_path):
         (lambda h: h["arguments"].update(surprise=1), "surprise"),
         (lambda h: h.pop("ensembles"), "has no field 'ensembles'"),
         (lambda h: h.update(ensembles=[h["ensembles"][0][:-1]]), "not a whole safetensors file"),
-        (lambda h: h.update({"class": "object"}), "holds a object"),
+        (lambda h: h.update({"class": "object"}), "holds an object"),
         (lambda h: h.update(columns=None), "columns must be a dictionary, got None"),
     ],
 )

@@ -40,6 +40,11 @@ class TestReport:
         assert str(report) == "collective (coupling about 0.123): because"
 
 
+def test_a_plain_network_raises_with_the_fix():
+    with pytest.raises(TypeError, match="expected an ensemble, got Sequential"):
+        regime(mlp())
+
+
 class TestExactRegime:
     def test_is_independent_where_the_inputs_of_the_last_layer_are_centred(self):
         report = regime(embens.batch_ensemble(mlp(), 4))

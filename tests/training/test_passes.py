@@ -191,6 +191,15 @@ def test_a_column_of_labels_raises_with_the_fix():
         fit(problem.ensemble(), (x, y[:, None]), epochs=1)
 
 
+def test_one_hot_labels_and_a_wrong_number_of_labels_raise_with_the_fix():
+    outputs = torch.zeros(4, 10, 3)
+    one_hot = torch.zeros(10, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"one-hot rows, target\.argmax\(1\)"):
+        member_losses(outputs, one_hot)
+    with pytest.raises(ValueError, match=r"got \(7,\)\.$"):
+        member_losses(outputs, one_hot[:7, 0])
+
+
 def test_integer_targets_of_a_regression_raise_with_the_fix():
     with pytest.raises(ValueError, match=r"at least two outputs, got 1\. Pass target\.float\(\)"):
         fit(problem.ensemble(outputs=1), (x, y), epochs=1)

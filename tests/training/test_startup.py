@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from training import problem
 
 import embens
@@ -40,6 +41,7 @@ def test_updates_are_fused_only_where_the_kernel_is_correct():
         ({"criterion": "mse"}, "criterion must be a function"),
         ({"criterion": nn.CrossEntropyLoss}, "criterion must be a function"),
         ({"scheduler": "cosine"}, "scheduler must be a function from the optimizer"),
+        ({"scheduler": CosineAnnealingLR}, r"'T_max'\)\. Pass .* functools\.partial\(Cosine"),
     ],
 )
 def test_names_and_classes_in_place_of_functions_raise(arguments, message):

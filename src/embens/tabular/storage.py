@@ -113,7 +113,8 @@ def load(path: str | os.PathLike[str], classes: list[type]) -> Any:
     with refusing(path):
         class_by_name = {kind.__name__: kind for kind in classes}
         if tree.get("class") not in class_by_name:
-            raise Refused(f"{path} holds a {tree.get('class')}, not a {' or '.join(class_by_name)}")
+            names = " or ".join(class_by_name)
+            raise Refused(f"{path} holds an {tree.get('class')}, not an {names}")
         kind = class_by_name[tree.text("class")]
         estimator = parsing.read_arguments(kind, tree.fields("arguments"))
         fitted = _load_fitted(tree, estimator)

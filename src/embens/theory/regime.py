@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from embens.ensemble import EmbeddedEnsemble
 from embens.laws import Joint, Law
 from embens.networks import Parametrized
 from embens.theory.blocks import kernels
@@ -30,9 +30,6 @@ from embens.theory.ensembles import (
     site_values,
 )
 from embens.theory.kernel import MemberKernel
-
-if TYPE_CHECKING:
-    from embens.ensemble import EmbeddedEnsemble
 
 ZERO = 1e-12
 """Couplings up to this size count as 0: exact zeros of the limit, up to rounding."""
@@ -123,6 +120,7 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
         The regime, the coupling and the reason.
 
     Raises:
+        TypeError: If ``ensemble`` is a plain network.
         ValueError: If ``x`` does not fit the network.
 
     Example:
@@ -130,6 +128,11 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
         >>> print(regime(batch_ensemble(networks.mlp(4, 8, depth=2), members=4)))
         independent (coupling 0): E[u] = 0 in the input of the last layer '4'
     """
+    if not isinstance(ensemble, EmbeddedEnsemble):
+        kind = type(ensemble).__name__
+        raise TypeError(
+            f"expected an ensemble, got {kind}. Make one from it: embens.batch_ensemble(net, 4)."
+        )
     if ensemble.spec.separate:
         reason = "members are separate networks"
         return RegimeReport(Regime.INDEPENDENT, 0.0, reason, exact=True)

@@ -1,6 +1,7 @@
 """The start of ``fit``: its arguments become data, an optimizer, a scheduler and callbacks."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,15 @@ def check_functions(criterion: Any, scheduler: Any) -> None:
             "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10), got "
             f"{type(scheduler).__name__}."
         )
+    if isinstance(scheduler, type):
+        try:
+            inspect.signature(scheduler).bind("optimizer")
+        except TypeError as error:
+            name = scheduler.__name__
+            raise TypeError(
+                f"scheduler: {name} needs more than the optimizer ({error}). Pass the other "
+                f"arguments with functools.partial({name}, …)."
+            ) from None
 
 
 def collect_options(callbacks: list[Callback]) -> Options:
