@@ -1,14 +1,17 @@
-"""Random generators start at the same seed in every test, and tests for newer torch are skipped."""
+"""Fixed seeds, tests that need a newer torch, and folded forms that must be right."""
 
 from __future__ import annotations
 
 import os
 import random
 import re
+from typing import Any
 
 import numpy
 import pytest
 import torch
+
+from embens.ensemble import crosscheck
 
 NEEDS = {  # the part of a test's name: the torch that it needs, what for
     r"ensemble/.*(compil|export)": ((2, 10), "to compile or export a whole ensemble"),
@@ -32,3 +35,22 @@ def pytest_runtest_setup() -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def folded_forms_are_right(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where a folded form differs from a plain member.
+
+    Users get the merged form then, which would hide the mistake from the tests.
+    """
+    if request.path.name == "test_crosscheck.py":
+        return
+    find_difference = crosscheck.find_difference
+
+    def find_no_difference(*args: Any) -> str:
+        difference = find_difference(*args)
+        if difference.startswith("its folded form"):
+            raise AssertionError(difference)
+        return difference
+
+    monkeypatch.setattr(crosscheck, "find_difference", find_no_difference)
