@@ -43,11 +43,11 @@ def check_folding(
     """Compare one member with a plain network; on a difference such calls run merged.
 
     Args:
-        ensemble: the ensemble.
-        folding: its folded form for the call, which is changed in place.
-        inputs: positional arguments of the first call.
-        kwargs: its keyword arguments.
-        arguments: its tensor arguments.
+        ensemble: The ensemble.
+        folding: Its folded form for the call, which is changed in place.
+        inputs: Positional arguments of the first call.
+        kwargs: Its keyword arguments.
+        arguments: Its tensor arguments.
     """
     assert folding.folded is not None
     folding.is_checked = True
@@ -74,12 +74,12 @@ def find_difference(
     The ensemble, the inputs and the random generators stay unchanged.
 
     Args:
-        ensemble: the ensemble.
-        folded: its folded form.
-        inputs: positional arguments of one member.
-        kwargs: keyword arguments.
-        arguments: the tensors among them, as the folded form takes them.
-        precision: type of operations under autocast.
+        ensemble: The ensemble.
+        folded: Its folded form.
+        inputs: Positional arguments of one member.
+        kwargs: Keyword arguments.
+        arguments: The tensors among them, as the folded form takes them.
+        precision: Type of operations under autocast.
 
     Returns:
         A sentence; empty if the outputs agree, or cannot be compared.
