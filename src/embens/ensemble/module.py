@@ -136,7 +136,7 @@ class EmbeddedEnsemble(nn.Module):
         """Forget everything that is derived from the reference, the spec and the values."""
         self.flow = flow
         self._merged: MergedExecutor | None = None
-        self.foldings: list[Folding] = []  # the latest first
+        self.foldings: list[Folding] = []  # the latest last
         self.preview: Folding | None = None  # for ``print`` before the first call
         self.call_reason = ""  # why the latest call could not be folded, whatever the code does
         self.argument_names: list[str] | None = None
@@ -720,7 +720,21 @@ class EmbeddedEnsemble(nn.Module):
 
 
 class Folding:
-    """The folded form for one kind of call, or the reason why there is none."""
+    """The folded form for one kind of call, or the reason why there is none.
+
+    Args:
+        ensemble: The ensemble.
+        ranks: Number of axes of each tensor argument, by name.
+        constants: Other arguments of the call by name.
+        modes: Whether inputs have the members as their first axis, whether gradients are recorded,
+            and the type of autocast.
+        changed: Attributes in which members differ from the reference.
+
+    Attributes:
+        folded: The folded network; None: such calls run merged.
+        reason: Why they run merged.
+        is_checked: Whether one member was compared with a plain network, or need not be.
+    """
 
     def __init__(
         self,

@@ -59,9 +59,9 @@ def expand_buffers(ensemble: "EmbeddedEnsemble", state: dict[str, Any], prefix: 
     """Give every member the shared buffers of a state that is older than their separation.
 
     Args:
-        ensemble: the ensemble, some of whose buffers were separated by a pass.
-        state: its state before that pass; changed in place.
-        prefix: of the names in the state.
+        ensemble: The ensemble, some of whose buffers were separated by a pass.
+        state: Its state before that pass; changed in place.
+        prefix: Of the names in the state.
     """
     for item in ensemble.spec.per_member:
         for name in item.tensors:
