@@ -88,6 +88,14 @@ class Diagnosis:
         widths: a member's effective width and its width; empty if unknown.
         notes: parts that were left out, with the reason.
         warnings: problems, each with its fix.
+
+    Example:
+        >>> import torch
+        >>> from embens import batch_ensemble, diagnose, networks
+        >>> ensemble = batch_ensemble(networks.mlp(inputs=4, width=8, depth=2), members=3)
+        >>> report = diagnose(ensemble, torch.ones(5, 4), torch.zeros(5, 1))
+        >>> report.members, report.cosines.shape, report.to_dict()["regime"]
+        (3, torch.Size([3, 3]), 'independent')
     """
 
     regime: RegimeReport

@@ -95,7 +95,7 @@ def gradient_norms(
         criterion: a function of one member's outputs and the target; a vector is averaged.
 
     Returns:
-        A dict from layer to the norms ``(member,)`` of its shared parameters' gradients.
+        A dict from layer to the norms ``(member,)`` of the gradients of its shared parameters.
 
     Example:
         >>> from embens import batch_ensemble
@@ -128,6 +128,11 @@ class GradientNorms(dict[str, Tensor]):
     Attributes:
         individual: the same for individual parameters, by site (``"4.post"``) or layer.
         members: the number of members.
+
+    Example:
+        >>> norms = GradientNorms({"0": torch.tensor([3.0]), "2": torch.tensor([4.0])}, {}, 1)
+        >>> norms.total
+        tensor([5.])
     """
 
     def __init__(self, shared: dict[str, Tensor], individual: dict[str, Tensor], members: int):

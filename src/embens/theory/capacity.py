@@ -54,6 +54,13 @@ class BestMembers:
         variance: Part of ``errors`` from the outputs at initialisation.
         separate: Error of as many separate, infinitely wide networks, ``(candidate,)``.
         features: Number of random features of each layer.
+
+    Example:
+        >>> bias, variance = torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.25])
+        >>> separate = torch.tensor([0.75, 0.5])
+        >>> report = BestMembers(2, (1, 2), bias + variance, bias, variance, separate, {"0": 64.0})
+        >>> report.excess
+        tensor([0.2500, 0.2500])
     """
 
     best: int

@@ -44,6 +44,10 @@ class FlowSettings:
         shared_rate: Rate of shared parameters, relative to the learning rate.
         individual_rate: Rate of individual parameters, relative to the learning rate.
         jitter: Number to add to the diagonal of the train data's kernel in both modes.
+
+    Example:
+        >>> FlowSettings(individual_rate=0.0, jitter=1e-3).shared_rate  # frozen modulations
+        1.0
     """
 
     shared_rate: float = 1.0
@@ -124,6 +128,18 @@ def gradient_descent(
 
     Returns:
         The ensemble in training; times count steps.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes do not fit, or members are not exchangeable.
+
+    Example:
+        >>> from embens import networks
+        >>> from embens.theory import kernels
+        >>> k = kernels(networks.mlp(1, 8, depth=1, weight_std=2**0.5), torch.ones(1, 1))
+        >>> flow = gradient_descent(k, k, k, torch.tensor([2.0]), members=1, rate=0.125)
+        >>> [round(flow.mean(steps).item(), 6) for steps in (0, 1, 2)]  # 2 (1 - (1 - rate · 4)ⁿ)
+        [0.0, 1.0, 1.5]
     """
     check_rates(rate=rate)
     parts = k_train_train, k_test_train, k_test_test
@@ -160,6 +176,14 @@ def posterior(
 
     Returns:
         Mean ``(test,)`` or ``(test, k)``, and covariance ``(test, test)``.
+
+    Example:
+        >>> from embens import networks
+        >>> from embens.theory import kernels
+        >>> k = kernels(networks.mlp(1, 8, depth=1), torch.ones(1, 1))
+        >>> mean, covariance = posterior(k, k, k, torch.tensor([2.0]), noise=1e-6)
+        >>> round(mean.item(), 6), round(covariance.item(), 6)
+        (2.0, 0.0)
     """
     parts = k_train_train, k_test_train, k_test_test
     problem = Problem.of(parts, 1, 1.0, rates={}, caller="posterior")

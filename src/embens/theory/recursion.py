@@ -50,20 +50,34 @@ _NORMS = (_NormBase, nn.LocalResponseNorm)
 def propagate(module: nn.Module, state: State) -> State:
     """Return the kernels after a module of the reference from those before it.
 
+    To add a rule for a module, register a function of module and state.
+
     Args:
         module: A module of the plain reference.
         state: Kernels before the module.
 
+    Returns:
+        Kernels after the module.
+
     Raises:
         TypeError: If there is no rule for the module.
 
-    To add a rule for a module, register a function of module and state:
-
-    .. code-block:: python
-
-        @embens.theory.propagate.register
-        def _(module: MyBlock, state):
-            return embens.theory.propagate(module.body, state)
+    Example:
+        >>> import torch
+        >>> from embens import networks, theory
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.body = nn.Sequential(networks.Linear(4, 4, weight_std=2.0), nn.ReLU())
+        ...
+        ...     def forward(self, x):
+        ...         return self.body(x)
+        >>> @theory.propagate.register
+        ... def block_rule(module: Block, state: State) -> State:
+        ...     return theory.propagate(module.body, state)
+        >>> net = nn.Sequential(Block(), networks.Linear(4, 1))
+        >>> theory.kernels(net, torch.ones(1, 4)).nngp.same  # 2² / 2
+        tensor([[2.]], dtype=torch.float64)
     """
     if not has_rule(module):
         raise unknown(module, state.path)
@@ -198,6 +212,9 @@ def affine(layer: nn.Module, state: State) -> State:
     Args:
         layer: A Linear layer or a convolution of the reference.
         state: Kernels before it.
+
+    Returns:
+        Kernels after it, with the modulation of its output pending.
 
     Raises:
         TypeError: If members' matrices of low rank have no limit, or an input modulation can't be

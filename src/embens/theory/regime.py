@@ -39,7 +39,14 @@ ZERO = 1e-12
 
 
 class Regime(Enum):
-    """Coupling of the members of an infinitely wide ensemble."""
+    """Coupling of the members of an infinitely wide ensemble.
+
+    Example:
+        >>> from embens import batch_ensemble, networks
+        >>> report = regime(batch_ensemble(networks.mlp(4, 8, depth=2), members=4))
+        >>> report == Regime.INDEPENDENT
+        True
+    """
 
     INDEPENDENT = "independent"
     COLLECTIVE = "collective"

@@ -43,6 +43,17 @@ class GradientFlow:
         members: Number of members.
         gamma: Gradient scale that was used.
         jitter: Number added to the diagonal of both modes' kernels.
+
+    Example:
+        >>> from embens import batch_ensemble, networks
+        >>> from embens.theory import gradient_flow, kernels
+        >>> ensemble = batch_ensemble(networks.mlp(2, 8, depth=1), members=4)
+        >>> k = kernels(ensemble, torch.eye(2))
+        >>> flow = gradient_flow(k, k, k, torch.tensor([1.0, -1.0]), members=4)
+        >>> flow.mean(torch.tensor([0.0, 1.0])).shape, flow.variance(1.0).shape
+        (torch.Size([2, 2]), torch.Size([2]))
+        >>> flow.sample(1.0, draws=3).shape
+        torch.Size([3, 4, 2])
     """
 
     modes: PerMode[Mode]
@@ -57,6 +68,10 @@ class GradientFlow:
 
         Args:
             t: Time, or a vector of times.
+
+        Returns:
+            Means ``(test, …)`` with the output axes of the targets; for a vector
+            ``(time, test, …)``.
         """
         targets = self._flat_targets()
         outputs = self._at(t, lambda gains: self.modes.mean.respond(gains.mean, targets))
@@ -67,6 +82,9 @@ class GradientFlow:
 
         Args:
             t: Time, or a vector of times.
+
+        Returns:
+            Variances ``(test,)``; for a vector ``(time, test)``.
         """
         self._require_prior("variance")
         mean, deviation = self.modes
@@ -84,6 +102,9 @@ class GradientFlow:
 
         Args:
             t: Time, or a vector of times.
+
+        Returns:
+            Variances ``(test,)``; for a vector ``(time, test)``.
         """
         self._require_prior("ensemble_variance")
         return self._at(t, lambda gains: self.modes.mean.variance(gains.mean))
@@ -95,6 +116,9 @@ class GradientFlow:
 
         Args:
             t: Time, or a vector of times.
+
+        Returns:
+            Spreads ``(test,)``; for a vector ``(time, test)``.
         """
         self._require_prior("diversity")
         share = 1 - 1 / self.members
@@ -111,6 +135,9 @@ class GradientFlow:
 
         Args:
             t: Time.
+
+        Returns:
+            The kernel with blocks ``(test, test)``.
         """
         mean, deviation = self._covariances(t, "covariance")
         cross = mean - deviation / self.members
@@ -130,7 +157,7 @@ class GradientFlow:
             test: Test outputs before training, ``(member, test, …)``.
 
         Returns:
-            Test outputs ``(member, test, …)``.
+            Test outputs ``(member, test, …)``; for a vector ``(time, member, test, …)``.
 
         Raises:
             ValueError: If a shape does not fit.
