@@ -164,7 +164,7 @@ class GradientFlow:
         """
         mean, deviation = self.modes
         self._check_outputs("train", train, len(mean.basis))
-        self._check_outputs("test", test, len(mean.carry))
+        self._check_outputs("test", test, len(mean.test_train))
         flat_train = train.to(self.targets).reshape(*train.shape[:2], -1)
         ensemble_mean = flat_train.mean(0)
         targets = self._flat_targets()
@@ -216,7 +216,7 @@ class GradientFlow:
         return PerMode(self.modes.mean.rank, self.modes.deviation.rank)
 
     def __repr__(self) -> str:
-        train, test = len(self.targets), len(self.modes.mean.carry)
+        train, test = len(self.targets), len(self.modes.mean.test_train)
         rate = "" if self.rate is None else f", rate={self.rate:g}"
         return (
             f"GradientFlow(members={self.members}, gamma={self.gamma:g}{rate}, train={train}, "
