@@ -27,7 +27,7 @@ from embens.finite.factors import (
     scale_channels,
 )
 from embens.finite.grams import MemberGradients
-from embens.finite.values import individual_tensors, per_member, plain_reference, site_values
+from embens.finite.values import individual_tensors, site_values
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ def layers_with_rules(ensemble: EmbeddedEnsemble, member: nn.Module) -> dict[str
         ensemble: an ensemble without fresh masks.
         member: any of its members, as a plain network.
     """
-    reference = dict(plain_reference(ensemble).named_modules())
+    reference = dict(ensemble.reference.named_modules())
     stacks = individual_tensors(ensemble)
     individual = {}
-    for item in per_member(ensemble):
+    for item in ensemble.spec.per_member:
         individual[item.module] = stacks.get(item.module, {})
     low_rank = {site.layer for site in ensemble.spec.low_rank}
     sites = {(site.layer, site.kind): site for site in ensemble.spec.sites}

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.arguments import Criterion, as_classes, check_measurement
-from embens.finite.values import individual_tensors, plain_reference, with_fixed_masks
+from embens.finite.values import individual_tensors, with_fixed_masks
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -266,7 +266,7 @@ def shared_layer_names(ensemble: EmbeddedEnsemble) -> list[str]:
     A parameter that several layers share belongs to the first of them.
     """
     layers: dict[int, str] = {}
-    for name, module in plain_reference(ensemble).named_modules():
+    for name, module in ensemble.reference.named_modules():
         for parameter in module.parameters(recurse=False):
             layers.setdefault(id(parameter), name)
     return [layers[id(parameter)] for parameter in ensemble.shared_parameters()]

@@ -31,7 +31,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.finite import geometry
 from embens.finite.arguments import Criterion
 from embens.finite.diagnosis import Rates
-from embens.finite.values import plain_reference, with_fixed_masks
+from embens.finite.values import with_fixed_masks
 
 RATE_SAMPLES = 12
 """Samples for the largest stable learning rate."""
@@ -259,7 +259,7 @@ def effective_widths(ensemble: EmbeddedEnsemble, x: Any) -> list[float]:
         return []
     try:
         of_member = theory.effective_width(ensemble, samples)
-        of_reference = theory.effective_width(plain_reference(ensemble), samples)
+        of_reference = theory.effective_width(ensemble.reference, samples)
         return [of_member, of_reference]
     except (TypeError, ValueError, RuntimeError):
         return []
