@@ -22,7 +22,7 @@ from embens.optim import Gamma
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-DENSE = 2000
+MAX_DENSE_INPUTS = 2000
 """Kernels of more inputs than this use an iterative solver for their largest eigenvalue."""
 
 
@@ -380,7 +380,7 @@ def largest_eigenpair(matrix: Float[Tensor, "n n"]) -> tuple[float, Float[Tensor
         The eigenvalue, and a vector of norm 1, ``(n,)``.
     """
     n = len(matrix)
-    if n > DENSE:
+    if n > MAX_DENSE_INPUTS:
         # A random start is orthogonal to no eigenvector.
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(n, 1, generator=generator, dtype=matrix.dtype).to(matrix.device)

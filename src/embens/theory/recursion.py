@@ -39,7 +39,14 @@ from embens.theory import activations
 from embens.theory.activation_step import activate, settle
 from embens.theory.affine_step import AffineStep
 from embens.theory.moments import MEASURE, State, describe
-from embens.theory.pixels import AVERAGES, is_depthwise, keep_diagonal, open_inputs, pixel_map, pool
+from embens.theory.pixels import (
+    AVERAGES,
+    is_depthwise,
+    keep_diagonal,
+    kernel_of_inputs,
+    pixel_map,
+    pool,
+)
 from embens.theory.rank_change import change_rank
 from embens.theory.weight_law import weight_law
 
@@ -80,7 +87,7 @@ def propagate(module: nn.Module, state: State) -> State:
         tensor([[2.]], dtype=torch.float64)
     """
     if not has_rule(module):
-        raise unknown(module, state.path)
+        raise unknown_limit(module, state.path)
     return activate(module, activations.dual(module), state)
 
 
@@ -92,7 +99,7 @@ def has_rule(module: nn.Module) -> bool:
     return activations.dual.dispatch(kind) is not activations.dual.dispatch(object)
 
 
-def unknown(module: nn.Module, path: str) -> TypeError:
+def unknown_limit(module: nn.Module, path: str) -> TypeError:
     """Return the error for a module without a rule, with the reason and the fix."""
     kind = type(module).__name__
     register = f"give {kind} a rule with embens.theory.propagate.register"
@@ -150,7 +157,7 @@ def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield path, module
         return
     if type(module).forward is not nn.Sequential.forward:
-        raise unknown(module, path)
+        raise unknown_limit(module, path)
     for name, child in module.named_children():
         yield from steps(child, f"{path}.{name}" if path else name)
 
@@ -233,7 +240,7 @@ def affine(layer: nn.Module, state: State) -> State:
                 "with a user's rule, where it cannot be read; put the first layer into "
                 "nn.Sequential."
             )
-        state = open_inputs(layer, state)
+        state = kernel_of_inputs(layer, state)
         post = None  # its drawn values are in the inputs
     step = AffineStep(
         law=law,
