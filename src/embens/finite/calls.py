@@ -105,8 +105,8 @@ class Call:
     Attributes:
         facts: the layer in the ensemble.
         layer: the member's plain layer.
-        value: its input; for a norm layer the normalized input.
-        output: its output, kept if the pre modulation is trainable.
+        value: the layer's input; for a norm layer the normalized input.
+        output: the layer's output, kept if the pre modulation is trainable.
         edges: where the gradients of its output, and of its input if needed, arrive.
         shapes: the shapes of these gradients.
     """
@@ -202,8 +202,9 @@ def add_call(
 
     Args:
         member: receives the gradients.
-        call: of the layer.
-        gradients: of the layer's output and, if needed, input, ``(class, row, ...)``.
+        call: the record of the call.
+        gradients: gradients of the layer's output and, if needed, of its input,
+            ``(class, row, ...)``.
         a: the member.
         batch: the number of samples.
     """

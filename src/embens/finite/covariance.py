@@ -36,9 +36,9 @@ class LastLayer:
     """The Linear layer that a member's output comes from.
 
     Attributes:
-        name: of the layer.
+        name: the name of the layer.
         layer: the plain member's layer.
-        value: its input, ``(batch, feature)``.
+        value: the layer's input, ``(batch, feature)``.
     """
 
     name: str

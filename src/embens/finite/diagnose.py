@@ -204,8 +204,8 @@ def _make_report(
 
     Args:
         ensemble: the ensemble.
-        measurement: of its gradients.
-        regime: of its infinite-width limit.
+        measurement: the gradients of its members.
+        regime: the regime of its infinite-width limit.
         gammas: the suggested and the planned gradient scale.
         rates: suggested learning rates.
     """

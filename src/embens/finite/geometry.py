@@ -161,9 +161,9 @@ class MemberGradient:
     """The loss of one member and its gradients.
 
     Attributes:
-        loss: of the member.
-        shared: from layer to the gradients of its shared parameters.
-        individual: from site or layer to the gradients of the member's individual parameters.
+        loss: the loss of the member.
+        shared: gradients of the shared parameters, by layer.
+        individual: gradients of the individual parameters, by site or layer.
     """
 
     loss: float
@@ -245,8 +245,9 @@ def loss_of(ensemble: EmbeddedEnsemble, outputs: Any, target: Any, criterion: Cr
     Args:
         ensemble: the ensemble that gave the outputs.
         outputs: ``(member, batch, ...)``, or a container of such tensors.
-        target: of the samples.
-        criterion: of one member's outputs; those of torch are applied to the ``logits`` of a dict.
+        target: the targets of the samples.
+        criterion: a function of one member's outputs and the target; functions of torch are applied
+            to the ``logits`` of a dict.
     """
     if criterion in (F.cross_entropy, F.mse_loss):
         outputs = logits_of(outputs)
@@ -288,8 +289,8 @@ def random_state_restored(
     """Restore torch's global random state on exit.
 
     Args:
-        ensemble: its devices are covered.
-        generator: seeds the global generator meanwhile; None: it stays as it is.
+        ensemble: the ensemble on whose devices the state is restored.
+        generator: seeds the global generator inside the context; None: the state is not changed.
     """
     devices = {parameter.device for parameter in ensemble.parameters()}
     with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):

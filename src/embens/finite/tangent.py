@@ -324,7 +324,7 @@ class KernelComputation:
         """Return the derivative of the kernel's function by the outputs, ``(class, batch, ...)``.
 
         Args:
-            output: of one member.
+            output: the output of one member.
             target: the classes of the samples, for "target" and "nll".
             classes: the outputs to differentiate, for "all" and "trace".
         """
