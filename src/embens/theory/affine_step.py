@@ -83,7 +83,7 @@ class AffineStep:
             kernel = add(kernel, state.covariance * self.law.weight_variance)
         if kernel is not None:
             kernel = self.apply(kernel)
-        if self.copies:
+        if self.copies:  # copied layers are never modulated, so that the moment is 1
             gradients = self.law.gradients(self.apply(state.covariance), 1.0)
             kernel = add(kernel, gradients)
         return kernel
