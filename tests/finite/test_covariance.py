@@ -12,7 +12,7 @@ from finite.jacobians import (
 
 import embens
 from embens import finite, networks
-from embens.finite.values import plain_reference, site_values
+from embens.finite.values import site_values
 
 
 @pytest.mark.parametrize("parametrization", ["ntk", "standard", "xavier"])
@@ -43,7 +43,7 @@ def test_the_covariance_of_a_plain_linear_layer_uses_the_mean_squares_of_its_wei
         hidden = ensemble.member(a)[:4](x)
         inputs.append(hidden * site_values(ensemble, site)[a])
     h = torch.stack(inputs)
-    head = plain_reference(ensemble)[4]
+    head = ensemble.reference[4]
     expected = torch.einsum("aif,bjf->abij", h, h) * head.weight.square().mean()
     torch.testing.assert_close(finite.nngp(ensemble, x), expected + head.bias.square().mean())
 

@@ -13,7 +13,6 @@ import embens
 from embens import laws
 from embens.finite import diagnose
 from embens.finite.findings import CHECKS, ignores_gradient_scale, optimizer_class
-from embens.finite.values import plain_reference
 
 
 def codes(ensemble: embens.EmbeddedEnsemble, **kwargs) -> list[str]:
@@ -195,7 +194,7 @@ def levelled(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
 
 
 def frozen_bias(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
-    plain_reference(ensemble)[4].bias.requires_grad_(False)
+    ensemble.reference[4].bias.requires_grad_(False)
     return ensemble
 
 
@@ -222,8 +221,7 @@ def test_a_problem_is_not_reported_where_there_is_none(code, make, options):
 
 
 def test_every_check_has_a_case_of_either_kind():
-    checked = {check.__name__.replace("_", "-") for check in CHECKS}
-    assert {code for code, *_ in PROBLEMS} == {code for code, *_ in FINE} == checked
+    assert {code for code, *_ in PROBLEMS} == {code for code, *_ in FINE} == set(CHECKS)
 
 
 def test_a_finding_has_a_message_and_a_fix():
@@ -257,7 +255,7 @@ def test_a_shared_output_bias_is_reported_only_where_it_couples():
     strength = float(words[1])
     assert strength > 1
     both = products(ensemble)
-    plain_reference(ensemble)[2].bias.requires_grad_(False)
+    ensemble.reference[2].bias.requires_grad_(False)
     through_bias = (
         (both - products(ensemble)) / both.diagonal().sqrt() / both.diagonal().sqrt()[:, None]
     )

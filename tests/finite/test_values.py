@@ -9,8 +9,6 @@ import embens
 from embens import laws, networks
 from embens.finite.values import (
     individual_tensors,
-    per_member,
-    plain_reference,
     site_values,
     with_fixed_masks,
 )
@@ -18,7 +16,7 @@ from embens.finite.values import (
 
 def test_the_plain_reference_holds_the_shared_parameters():
     ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2)
-    reference = plain_reference(ensemble)
+    reference = ensemble.reference
     assert [type(layer) for layer in reference] == [type(m) for m in networks.mlp(4, 6, 2, 3)]
     assert {id(p) for p in reference.parameters()} == {id(p) for p in ensemble.shared_parameters()}
 
@@ -33,7 +31,7 @@ def test_values_of_trainable_sites_are_the_individual_parameters():
 
 def test_per_member_layers_have_stacked_tensors():
     ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2, own="last")
-    (item,) = per_member(ensemble)
+    (item,) = ensemble.spec.per_member
     assert item.module == "4"
     assert individual_tensors(ensemble)["4"]["weight"].shape == (2, 3, 6)
 

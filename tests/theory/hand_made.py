@@ -61,9 +61,9 @@ class Dense:
         self, parts: tuple[Kernels, Kernels, Kernels], members: int, gamma: float, **rates
     ):
         self.members = members
-        train, carry, _ = parts
+        train, test_train, _ = parts
         self.train = flatten(train.ntk(members, gamma, **rates).dense(members))
-        self.carry = flatten(carry.ntk(members, gamma, **rates).dense(members))
+        self.test_train = flatten(test_train.ntk(members, gamma, **rates).dense(members))
         self.prior = [flatten(k.nngp.dense(members)) for k in parts]
         self.samples = len(train.nngp.same)
 
@@ -73,10 +73,10 @@ class Dense:
         block = torch.zeros(2 * n, 2 * n, dtype=torch.float64)
         block[:n, :n] = -self.train / self.samples
         block[:n, n:] = torch.eye(n, dtype=torch.float64) / self.samples
-        return self.carry @ torch.linalg.matrix_exp(block * t)[:n, n:]
+        return self.test_train @ torch.linalg.matrix_exp(block * t)[:n, n:]
 
     def response_at_infinity(self) -> Tensor:
-        return torch.linalg.solve(self.train, self.carry.mT).mT
+        return torch.linalg.solve(self.train, self.test_train.mT).mT
 
     def response_after(self, steps: int, rate: float) -> Tensor:
         """Return A(n), by iterating gradient descent on every residual at once."""
@@ -86,7 +86,7 @@ class Dense:
         for _ in range(steps):
             moved = moved + rate / self.samples * residual
             residual = residual - rate / self.samples * self.train @ residual
-        return self.carry @ moved
+        return self.test_train @ moved
 
     def mean(self, response: Tensor, y: Tensor) -> Tensor:
         moved = response @ y.reshape(len(y), -1).repeat(self.members, 1)
@@ -94,7 +94,12 @@ class Dense:
 
     def covariance(self, response: Tensor) -> Tensor:
         """Return (member, member, test, test)."""
-        train, carry, test = self.prior
-        full = test - response @ carry.mT - carry @ response.mT + response @ train @ response.mT
+        train, test_train, test = self.prior
+        full = (
+            test
+            - response @ test_train.mT
+            - test_train @ response.mT
+            + response @ train @ response.mT
+        )
         m, n = self.members, len(test) // self.members
         return full.reshape(m, n, m, n).permute(0, 2, 1, 3)

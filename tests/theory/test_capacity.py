@@ -36,12 +36,12 @@ def linearised_error(width: int, members: int, time: float, seeds: int) -> float
             outputs = ensemble(x)[..., 0]
         size = members * TRAIN
         train = kernel[:, :, :TRAIN, :TRAIN].permute(0, 2, 1, 3).reshape(size, size)
-        carry = kernel[:, :, TRAIN:, :TRAIN].mean(0).permute(1, 0, 2).reshape(TEST, size)
+        test_kernel = kernel[:, :, TRAIN:, :TRAIN].mean(0).permute(1, 0, 2).reshape(TEST, size)
         values, vectors = torch.linalg.eigh(train)
         gains = -torch.expm1(-values * time / TRAIN) / values.clamp(min=1e-12)
         gains = torch.where(values > 1e-10 * values[-1], gains, 0.0)
         residual = (y_train - outputs[:, :TRAIN]).flatten()
-        change = carry @ vectors @ (gains * (vectors.mT @ residual))
+        change = test_kernel @ vectors @ (gains * (vectors.mT @ residual))
         mean = outputs[:, TRAIN:].mean(0) + change
         errors.append((mean - y_test).square().mean().item())
     return sum(errors) / seeds

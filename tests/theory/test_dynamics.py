@@ -378,20 +378,20 @@ class TestPosterior:
         return parts, targets(5, 2)
 
     def test_it_is_the_dense_formula(self):
-        (train, carry, test), y = self.problem()
+        (train, test_train, test), y = self.problem()
         inverse = torch.linalg.inv(train.nngp.same + self.noise**2 * torch.eye(5).double())
-        mean, covariance = embens.theory.posterior(train, carry, test, y, self.noise)
-        close(mean, carry.nngp.same @ inverse @ y)
-        close(covariance, test.nngp.same - carry.nngp.same @ inverse @ carry.nngp.same.mT)
+        mean, covariance = embens.theory.posterior(train, test_train, test, y, self.noise)
+        close(mean, test_train.nngp.same @ inverse @ y)
+        close(covariance, test.nngp.same - test_train.nngp.same @ inverse @ test_train.nngp.same.mT)
 
     def test_flow_with_a_ridge_and_noisy_targets_ends_there(self):
-        (train, carry, test), y = self.problem()
-        mean, covariance = embens.theory.posterior(train, carry, test, y, self.noise)
+        (train, test_train, test), y = self.problem()
+        mean, covariance = embens.theory.posterior(train, test_train, test, y, self.noise)
         settings = FlowSettings(jitter=self.noise**2)
-        flow = gradient_flow(train, carry, test, y, members=3, settings=settings)
+        flow = gradient_flow(train, test_train, test, y, members=3, settings=settings)
         close(flow.mean(INF), mean)
         inverse = torch.linalg.inv(train.nngp.same + self.noise**2 * torch.eye(5).double())
-        weights = carry.nngp.same @ inverse
+        weights = test_train.nngp.same @ inverse
         of_noise = self.noise**2 * weights @ weights.mT
         close(flow.covariance(INF).same + of_noise, covariance)
 

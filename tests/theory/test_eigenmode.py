@@ -35,8 +35,8 @@ class TestSingularKernels:
     index = torch.tensor([0, 1, 2, 2, 3])
 
     def parts(self):
-        train, carry, test = split(random_kernels())
-        return train[self.index, :][:, self.index], carry[:, self.index], test
+        train, test_train, test = split(random_kernels())
+        return train[self.index, :][:, self.index], test_train[:, self.index], test
 
     def test_are_reported(self):
         flow = gradient_flow(*self.parts(), targets(4)[self.index], members=3)
@@ -47,9 +47,9 @@ class TestSingularKernels:
     def test_give_the_solution_without_repetitions_where_targets_agree(self):
         y = targets(4)
         whole = gradient_flow(*self.parts(), y[self.index], members=3, gamma=2.0)
-        train, carry, test = split(random_kernels())
+        train, test_train, test = split(random_kernels())
         four = slice(None, 4)
-        once = gradient_flow(train[four, four], carry[:, four], test, y, members=3, gamma=2.0)
+        once = gradient_flow(train[four, four], test_train[:, four], test, y, members=3, gamma=2.0)
         with pytest.warns(UserWarning, match=r"singular: rank 4 of 5.*agree with that.*jitter="):
             mean = whole.mean(INF)
         close(mean, once.mean(INF))
@@ -75,14 +75,14 @@ class TestSingularKernels:
         noise = 1e-9 * targets(12, 12, seed=3)
         wrong = features @ features.mT + noise + noise.mT
         kernel = MemberKernel(wrong, torch.zeros_like(wrong))
-        train, carry, _ = split(Kernels(kernel, kernel, zeros_like(kernel)), train=8)
-        flow = gradient_flow(train, carry, None, y, members=1)
+        train, test_train, _ = split(Kernels(kernel, kernel, zeros_like(kernel)), train=8)
+        flow = gradient_flow(train, test_train, None, y, members=1)
         assert flow.rank.mean == 3
         fit = torch.linalg.lstsq(features[:8], y).solution
         with pytest.warns(UserWarning, match="singular"):
             mean = flow.mean(INF)
         worst = torch.linalg.solve(train.ntk_shared.same, y)
-        assert (carry.ntk_shared.same @ worst - features[8:] @ fit).abs().max() > 0.01
+        assert (test_train.ntk_shared.same @ worst - features[8:] @ fit).abs().max() > 0.01
         close(mean, features[8:] @ fit, rtol=0, atol=1e-7)
 
     def test_say_where_targets_contradict_each_other(self):
@@ -105,20 +105,20 @@ class TestSingularKernels:
         """A kernel that no network has: the limit of (1 - exp(-λt/B)) / λ as λ goes to 0."""
         none, one = torch.zeros(1, 1), torch.ones(1, 1)
         nothing, some = MemberKernel(none, none), MemberKernel(one, none)
-        train, carry = Kernels(some, nothing, nothing), Kernels(nothing, some, nothing)
-        flow = gradient_flow(train, carry, None, torch.tensor([3.0]), members=1, gamma=1.0)
+        train, test_train = Kernels(some, nothing, nothing), Kernels(nothing, some, nothing)
+        flow = gradient_flow(train, test_train, None, torch.tensor([3.0]), members=1, gamma=1.0)
         assert flow.mean(5.0).tolist() == [15.0]
         y = torch.tensor([3.0])
-        descent = gradient_descent(train, carry, None, y, members=1, gamma=1.0, rate=0.5)
+        descent = gradient_descent(train, test_train, None, y, members=1, gamma=1.0, rate=0.5)
         assert descent.mean(4).tolist() == [6.0]
         assert flow.largest_stable_rate == (INF, INF)
 
     def test_that_are_no_kernels_give_a_warning_and_no_limit(self):
-        train, carry, test = split(random_kernels())
+        train, test_train, test = split(random_kernels())
         wrong = MemberKernel(train.ntk_shared.same, 3 * train.ntk_shared.same)
         train = Kernels(train.nngp, wrong, zeros_like(wrong))
         with pytest.warns(UserWarning, match="deviation mode's kernel .* not positive semi-def"):
-            flow = gradient_flow(train, carry, test, targets(TRAIN), members=2, gamma=1.0)
+            flow = gradient_flow(train, test_train, test, targets(TRAIN), members=2, gamma=1.0)
         with pytest.raises(ValueError, match="training does not converge: the deviation mode"):
             flow.mean(INF)
 

@@ -110,12 +110,12 @@ class TestNaturalGamma:
             assert len(matrix) < 10, "the dense solver was used"
             return dense(matrix, **options)
 
-        monkeypatch.setattr(module, "DENSE", 10)
+        monkeypatch.setattr(module, "MAX_DENSE_INPUTS", 10)
         monkeypatch.setattr(torch.linalg, "eigh", small)
         assert natural_gamma(k, 5) == pytest.approx(exact, rel=1e-10)
 
     def test_uses_a_direct_solver_if_the_iterative_one_does_not_converge(self, monkeypatch):
-        monkeypatch.setattr(module, "DENSE", 10)
+        monkeypatch.setattr(module, "MAX_DENSE_INPUTS", 10)
         k = gram(torch.Generator().manual_seed(0), 20)
         start = torch.ones(20, 1, dtype=torch.float64) / math.sqrt(20)
         monkeypatch.setattr(torch, "lobpcg", lambda *_, **__: (torch.ones(1), start))
@@ -125,7 +125,7 @@ class TestNaturalGamma:
 
     def test_of_many_inputs_is_right_where_rows_sum_to_zero(self, monkeypatch):
         """As of odd functions on inputs and their negatives."""
-        monkeypatch.setattr(module, "DENSE", 10)
+        monkeypatch.setattr(module, "MAX_DENSE_INPUTS", 10)
         half = gram(torch.Generator().manual_seed(0), 8)
         odd = torch.cat([torch.cat([half, -half], 1), torch.cat([-half, half], 1)])
         assert largest_eigenpair(odd)[0] == pytest.approx(2 * top(half))

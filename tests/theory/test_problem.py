@@ -43,25 +43,25 @@ class TestErrors:
         ],
     )
     def test_say_what_was_expected(self, change, error, message):
-        train, carry, test = split(random_kernels())
-        given = {"k_train_train": train, "k_test_train": carry, "k_test_test": test}
+        train, test_train, test = split(random_kernels())
+        given = {"k_train_train": train, "k_test_train": test_train, "k_test_test": test}
         given |= {"y": targets(TRAIN), "members": 8, "gamma": 8.0}
-        named = {"mT": carry.mT, "train": train}
+        named = {"mT": test_train.mT, "train": train}
         given |= {k: named.get(v, v) if isinstance(v, str) and k != "gamma" else v
                   for k, v in change.items()}  # fmt: skip
         with pytest.raises(error, match=message):
             gradient_flow(**given)
 
     def test_refuse_train_kernels_that_are_not_symmetric_or_finite(self):
-        train, carry, test = split(random_kernels())
+        train, test_train, test = split(random_kernels())
         skew = train.ntk_shared.same.clone()
         skew[0, 1] += 1e-3
         spoiled = Kernels(train.nngp, MemberKernel(skew, train.ntk_shared.cross), train.nngp)
         with pytest.raises(ValueError, match=r"k_train_train.ntk_shared.same must be symmetric"):
-            gradient_flow(spoiled, carry, test, targets(TRAIN))
+            gradient_flow(spoiled, test_train, test, targets(TRAIN))
         skew[0, 0] = math.nan
         with pytest.raises(ValueError, match=r"k_train_train.ntk_shared.same must be finite"):
-            gradient_flow(spoiled, carry, test, targets(TRAIN))
+            gradient_flow(spoiled, test_train, test, targets(TRAIN))
 
     def test_refuse_kernels_that_are_conditional_on_drawn_values(self):
         same = torch.eye(TRAIN).expand(2, TRAIN, TRAIN)
@@ -72,8 +72,8 @@ class TestErrors:
 
     @pytest.mark.parametrize("what", ["variance", "covariance", "ensemble_variance", "diversity"])
     def test_say_which_quantities_need_kernels_of_the_test_data(self, what):
-        train, carry, _ = split(random_kernels())
-        flow = gradient_flow(train, carry, None, targets(TRAIN))
+        train, test_train, _ = split(random_kernels())
+        flow = gradient_flow(train, test_train, None, targets(TRAIN))
         assert flow.mean(1.0).isfinite().all()
         with pytest.raises(ValueError, match=f"{what} needs the kernels of the test data"):
             getattr(flow, what)(1.0)

@@ -10,8 +10,8 @@ from embens.theory.streams import (
     Part,
     Stream,
     add_streams,
+    average_parts,
     concatenate,
-    merged,
     multiply_streams,
     split_stream,
 )
@@ -30,27 +30,27 @@ def values(state: State) -> tuple[float, float]:
 
 
 def test_kernels_of_a_sum_add():
-    state = merged(add_streams(stream("a", 2.0, 3.0), stream("b", 5.0, 7.0)))
+    state = average_parts(add_streams(stream("a", 2.0, 3.0), stream("b", 5.0, 7.0)))
     assert values(state) == (7.0, 10.0)
     assert state.gaussian
     assert state.sources == {"a", "b"}
 
 
 def test_a_product_has_the_derivative_of_a_product():
-    state = merged(multiply_streams(stream("a", 2.0, 3.0), stream("b", 5.0, 7.0)))
+    state = average_parts(multiply_streams(stream("a", 2.0, 3.0), stream("b", 5.0, 7.0)))
     assert values(state) == (10.0, 3.0 * 5.0 + 2.0 * 7.0)
     assert not state.gaussian
 
 
 def test_a_concatenation_is_an_average_by_widths():
     joined = concatenate([stream("a", 2.0, 4.0, width=1), stream("b", 6.0, 8.0, width=3)])
-    assert values(merged(joined)) == (5.0, 7.0)
+    assert values(average_parts(joined)) == (5.0, 7.0)
 
 
 def test_halves_of_a_layer_are_independent_of_each_other_but_not_of_the_layer():
     whole = stream("a", 2.0, 3.0, width=4)
     first, second = split_stream(whole, [2, 2])
-    assert values(merged(multiply_streams(first, second))) == (4.0, 12.0)
+    assert values(average_parts(multiply_streams(first, second))) == (4.0, 12.0)
     with pytest.raises(ValueError, match="contain the units"):
         add_streams(first, first)
 

@@ -101,7 +101,7 @@ def as_inputs(x: Tensor | Inputs, name: str = "x") -> Inputs:
 
     Args:
         x: a tensor, or a tuple or list of tensors for a network with several arguments.
-        name: of the argument, for error messages.
+        name: the name of the argument, for error messages.
     """
     check_inputs(x, name)
     inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)

@@ -27,7 +27,7 @@ from embens.finite.factors import (
     scale_channels,
 )
 from embens.finite.grams import MemberGradients
-from embens.finite.values import individual_tensors, per_member, plain_reference, site_values
+from embens.finite.values import individual_tensors, site_values
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Call:
     Attributes:
         facts: the layer in the ensemble.
         layer: the member's plain layer.
-        value: its input; for a norm layer the normalized input.
-        output: its output, kept if the pre modulation is trainable.
+        value: the layer's input; for a norm layer the normalized input.
+        output: the layer's output, kept if the pre modulation is trainable.
         edges: where the gradients of its output, and of its input if needed, arrive.
         shapes: the shapes of these gradients.
     """
@@ -126,10 +126,10 @@ def layers_with_rules(ensemble: EmbeddedEnsemble, member: nn.Module) -> dict[str
         ensemble: an ensemble without fresh masks.
         member: any of its members, as a plain network.
     """
-    reference = dict(plain_reference(ensemble).named_modules())
+    reference = dict(ensemble.reference.named_modules())
     stacks = individual_tensors(ensemble)
     individual = {}
-    for item in per_member(ensemble):
+    for item in ensemble.spec.per_member:
         individual[item.module] = stacks.get(item.module, {})
     low_rank = {site.layer for site in ensemble.spec.low_rank}
     sites = {(site.layer, site.kind): site for site in ensemble.spec.sites}
@@ -202,8 +202,9 @@ def add_call(
 
     Args:
         member: receives the gradients.
-        call: of the layer.
-        gradients: of the layer's output and, if needed, input, ``(class, row, ...)``.
+        call: the record of the call.
+        gradients: gradients of the layer's output and, if needed, of its input,
+            ``(class, row, ...)``.
         a: the member.
         batch: the number of samples.
     """

@@ -23,7 +23,7 @@ from embens.finite.arguments import (
     check_modes,
     check_output,
 )
-from embens.finite.values import per_member, plain_reference, site_values, with_fixed_masks
+from embens.finite.values import site_values, with_fixed_masks
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -36,9 +36,9 @@ class LastLayer:
     """The Linear layer that a member's output comes from.
 
     Attributes:
-        name: of the layer.
+        name: the name of the layer.
         layer: the plain member's layer.
-        value: its input, ``(batch, feature)``.
+        value: the layer's input, ``(batch, feature)``.
     """
 
     name: str
@@ -127,7 +127,7 @@ def _redrawing_covariance(ensemble: EmbeddedEnsemble, members: list[LastLayer]) 
     sites = {site.kind: site for site in ensemble.spec.sites if site.layer == name}
     features = []
     bias_stds = []
-    reference_layer = plain_reference(ensemble).get_submodule(name)
+    reference_layer = ensemble.reference.get_submodule(name)
     for a, member in enumerate(members):
         value = member.value
         layer = member.layer
@@ -146,7 +146,7 @@ def _redrawing_covariance(ensemble: EmbeddedEnsemble, members: list[LastLayer]) 
     if "pre" in sites:
         v = site_values(ensemble, sites["pre"])
         covariance *= (v @ v.mT / v.shape[1])[:, :, None, None]
-    if any(item.drawn and item.module == name for item in per_member(ensemble)):
+    if any(item.drawn and item.module == name for item in ensemble.spec.per_member):
         covariance *= torch.eye(len(members)).to(covariance)[:, :, None, None]
     return covariance
 

@@ -204,8 +204,8 @@ def _make_report(
 
     Args:
         ensemble: the ensemble.
-        measurement: of its gradients.
-        regime: of its infinite-width limit.
+        measurement: the gradients of its members.
+        regime: the regime of its infinite-width limit.
         gammas: the suggested and the planned gradient scale.
         rates: suggested learning rates.
     """
@@ -274,14 +274,14 @@ def _collect_facts(
     biases: dict[str, Tensor],
     bias_part: float,
 ) -> findings.Facts:
-    """Return the facts that the checks of ``findings`` use."""
+    """Return the facts about an ensemble that the checks of ``findings`` use."""
     last = {} if structure is None else structure.last
     coupled_sites = []
     for name, law in last.items():
         if law is not None and law.overlap != 0:
             coupled_sites.append(name)
     coupling = report.coupling
-    if structure is not None and biases and not structure.open:
+    if structure is not None and biases and not structure.uncentred:
         # Only biases couple these members.
         bias_part = max(coupling, bias_part)
         coupling = 0.0
@@ -294,7 +294,4 @@ def _collect_facts(
         collective=coupling != 0,
         biases=list(biases),
         bias_part=bias_part,
-        gamma_chosen=False,
-        optimizer=None,
-        wanted=None,
     )

@@ -18,8 +18,8 @@ class CosineSummary:
     """Cosines between the gradients of pairs of members.
 
     Attributes:
-        mean: over pairs, signed.
-        rms: root of the mean square over pairs.
+        mean: mean over pairs of the signed cosines.
+        rms: root mean square over pairs.
         share: the part of the squared norm of all gradients that belongs to these parameters.
     """
 
@@ -70,7 +70,7 @@ class Diagnosis:
     """Regime, gradient geometry, suggestions and warnings for an ensemble.
 
     Attributes:
-        regime: of the infinite-width limit, with its coupling and the reason.
+        regime: the regime of the infinite-width limit, with its coupling and the reason.
         one_model: True if all members are equal, or nearly.
         cosine: cosines of the members' gradients of all shared parameters.
         cosine_error: standard error of the mean cosine; NaN for fewer than three members.
@@ -78,9 +78,9 @@ class Diagnosis:
         gamma: the suggested gradient scale.
         planned_gamma: the gradient scale that was passed, or the default.
         rates: suggested learning rates.
-        cosines: between the measured members, ``(member, member)``.
-        norms: of the shared gradients, ``(member,)``.
-        losses: of the measured members, ``(member,)``.
+        cosines: cosines between the gradients of the measured members, ``(member, member)``.
+        norms: norms of the gradients of shared parameters, ``(member,)``.
+        losses: losses of the measured members, ``(member,)``.
         members: the number of members of the ensemble.
         samples: the number of samples that were used.
         family: the function that made the ensemble.
@@ -88,6 +88,14 @@ class Diagnosis:
         widths: a member's effective width and its width; empty if unknown.
         notes: parts that were left out, with the reason.
         warnings: problems, each with its fix.
+
+    Example:
+        >>> import torch
+        >>> from embens import batch_ensemble, diagnose, networks
+        >>> ensemble = batch_ensemble(networks.mlp(inputs=4, width=8, depth=2), members=3)
+        >>> report = diagnose(ensemble, torch.ones(5, 4), torch.zeros(5, 1))
+        >>> report.members, report.cosines.shape, report.to_dict()["regime"]
+        (3, torch.Size([3, 3]), 'independent')
     """
 
     regime: RegimeReport

@@ -119,8 +119,8 @@ class WeightUse:
 
     Attributes:
         layer: the layer that uses the weight.
-        value: its input, ``(row, ...)``; the tokens of an Embedding.
-        gradient: of its output, ``(class, row, ...)``.
+        value: the layer's input, ``(row, ...)``; the tokens of an Embedding.
+        gradient: the gradient of the layer's output, ``(class, row, ...)``.
         post: the member's modulation of the input, ``(channel,)``, or None.
         pre: the member's modulation of the output, ``(channel,)``, or None.
     """

@@ -1,7 +1,7 @@
 """Known problems of embedded ensembles, each with its fix.
 
-A check is a function of :class:`Facts` that returns a :class:`Problem` or None. Its name, with
-hyphens, is the code of the finding. ``CHECKS`` lists all checks.
+A check is a function of :class:`Facts` that returns a :class:`Problem` or None. ``CHECKS`` maps the
+code of each finding to its check.
 """
 
 import inspect
@@ -69,9 +69,9 @@ class Facts:
     collective: bool
     biases: list[str]
     bias_part: float
-    gamma_chosen: bool
-    optimizer: Any
-    wanted: str | None
+    gamma_chosen: bool = False
+    optimizer: Any = None
+    wanted: str | None = None
 
 
 def equal_members(facts: Facts) -> Problem | None:
@@ -272,26 +272,23 @@ def cancelled_gamma(facts: Facts) -> Problem | None:
 
 Check = Callable[[Facts], Problem | None]
 
-SINGLE_MEMBER_CHECKS: tuple[Check, ...] = (
-    input_modulations,
-    output_modulations,
-    cancelled_gamma,
-)
-"""Checks that make sense for an ensemble of one member."""
+CHECKS: dict[str, Check] = {
+    "equal-members": equal_members,
+    "shifted-laws": shifted_laws,
+    "uncentred-last-layer": uncentred_last_layer,
+    "shared-output-bias": shared_output_bias,
+    "input-modulations": input_modulations,
+    "output-modulations": output_modulations,
+    "converging-modulations": converging_modulations,
+    "crowded-last-layer": crowded_last_layer,
+    "large-gamma": large_gamma,
+    "decayed-modulations": decayed_modulations,
+    "cancelled-gamma": cancelled_gamma,
+}
+"""All checks by the codes of their findings."""
 
-CHECKS: tuple[Check, ...] = (
-    equal_members,
-    shifted_laws,
-    uncentred_last_layer,
-    shared_output_bias,
-    input_modulations,
-    output_modulations,
-    converging_modulations,
-    crowded_last_layer,
-    large_gamma,
-    decayed_modulations,
-    cancelled_gamma,
-)
+SINGLE_MEMBER_CODES = ("input-modulations", "output-modulations", "cancelled-gamma")
+"""Codes of the checks that make sense for an ensemble of one member."""
 
 
 def find(facts: Facts) -> list[Finding]:
@@ -300,12 +297,12 @@ def find(facts: Facts) -> list[Finding]:
     Args:
         facts: facts about the ensemble.
     """
-    checks = SINGLE_MEMBER_CHECKS if facts.ensemble.members == 1 else CHECKS
     findings = []
-    for check in checks:
+    for code, check in CHECKS.items():
+        if facts.ensemble.members == 1 and code not in SINGLE_MEMBER_CODES:
+            continue
         problem = check(facts)
         if problem is not None:
-            code = check.__name__.replace("_", "-")
             findings.append(Finding(code, problem.message, problem.fix))
     return findings
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite.arguments import Criterion, as_classes, check_measurement
-from embens.finite.values import individual_tensors, plain_reference, with_fixed_masks
+from embens.finite.values import individual_tensors, with_fixed_masks
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -95,7 +95,7 @@ def gradient_norms(
         criterion: a function of one member's outputs and the target; a vector is averaged.
 
     Returns:
-        A dict from layer to the norms ``(member,)`` of its shared parameters' gradients.
+        A dict from layer to the norms ``(member,)`` of the gradients of its shared parameters.
 
     Example:
         >>> from embens import batch_ensemble
@@ -128,6 +128,11 @@ class GradientNorms(dict[str, Tensor]):
     Attributes:
         individual: the same for individual parameters, by site (``"4.post"``) or layer.
         members: the number of members.
+
+    Example:
+        >>> norms = GradientNorms({"0": torch.tensor([3.0]), "2": torch.tensor([4.0])}, {}, 1)
+        >>> norms.total
+        tensor([5.])
     """
 
     def __init__(self, shared: dict[str, Tensor], individual: dict[str, Tensor], members: int):
@@ -156,9 +161,9 @@ class MemberGradient:
     """The loss of one member and its gradients.
 
     Attributes:
-        loss: of the member.
-        shared: from layer to the gradients of its shared parameters.
-        individual: from site or layer to the gradients of the member's individual parameters.
+        loss: the loss of the member.
+        shared: gradients of the shared parameters, by layer.
+        individual: gradients of the individual parameters, by site or layer.
     """
 
     loss: float
@@ -240,8 +245,9 @@ def loss_of(ensemble: EmbeddedEnsemble, outputs: Any, target: Any, criterion: Cr
     Args:
         ensemble: the ensemble that gave the outputs.
         outputs: ``(member, batch, ...)``, or a container of such tensors.
-        target: of the samples.
-        criterion: of one member's outputs; those of torch are applied to the ``logits`` of a dict.
+        target: the targets of the samples.
+        criterion: a function of one member's outputs and the target; functions of torch are applied
+            to the ``logits`` of a dict.
     """
     if criterion in (F.cross_entropy, F.mse_loss):
         outputs = logits_of(outputs)
@@ -261,7 +267,7 @@ def shared_layer_names(ensemble: EmbeddedEnsemble) -> list[str]:
     A parameter that several layers share belongs to the first of them.
     """
     layers: dict[int, str] = {}
-    for name, module in plain_reference(ensemble).named_modules():
+    for name, module in ensemble.reference.named_modules():
         for parameter in module.parameters(recurse=False):
             layers.setdefault(id(parameter), name)
     return [layers[id(parameter)] for parameter in ensemble.shared_parameters()]
@@ -283,8 +289,8 @@ def random_state_restored(
     """Restore torch's global random state on exit.
 
     Args:
-        ensemble: its devices are covered.
-        generator: seeds the global generator meanwhile; None: it stays as it is.
+        ensemble: the ensemble on whose devices the state is restored.
+        generator: seeds the global generator inside the context; None: the state is not changed.
     """
     devices = {parameter.device for parameter in ensemble.parameters()}
     with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):

@@ -99,8 +99,8 @@ def contract(
 
     Args:
         key: the id of the parameter.
-        row_gradients: gradients of the rows.
-        column_gradients: gradients of the columns; None: those of the rows.
+        row_gradients: gradients for the rows of the matrix.
+        column_gradients: gradients for the columns; None: those of the rows.
 
     Returns:
         A matrix with rows and columns (member, sample, class).
@@ -223,8 +223,8 @@ def _build(
     """Return the gradients of some channels, one row per (member, sample, class).
 
     Args:
-        factors: of each member.
-        part: the channels.
+        factors: the factors of each member's gradients.
+        part: the channels to build.
         rows: the number of rows.
         buffer: memory for the result.
     """

@@ -31,7 +31,7 @@ from embens.ensemble import EmbeddedEnsemble
 from embens.finite import geometry
 from embens.finite.arguments import Criterion
 from embens.finite.diagnosis import Rates
-from embens.finite.values import plain_reference, with_fixed_masks
+from embens.finite.values import with_fixed_masks
 
 RATE_SAMPLES = 12
 """Samples for the largest stable learning rate."""
@@ -76,11 +76,11 @@ class Measurement:
     """Gradients of some members on some samples.
 
     Attributes:
-        x: the samples that were used.
-        target: theirs.
-        samples: their number.
-        losses: of the members, ``(member,)``.
-        individual_norms: of the members' gradients of individual parameters, ``(member,)``.
+        x: the inputs that were used.
+        target: the targets that were used.
+        samples: the number of samples that were used.
+        losses: the loss of each member, ``(member,)``.
+        individual_norms: norms of the gradients of individual parameters, ``(member,)``.
         grams: scalar products of the members' shared gradients, by layer.
         bias_part: the mean part of given biases in the cosine of two members' gradients.
         notes: parts that were left out, with the reason.
@@ -114,10 +114,13 @@ def measure(
     Args:
         ensemble: any ensemble.
         x: inputs as for :func:`embens.diagnose`.
-        target: of the samples.
-        criterion: of one member's outputs and the target.
+        target: the targets of the samples.
+        criterion: a function of one member's outputs and the target.
         biases: shared parameters; their part in the gradients is measured separately.
         budget: limits samples and members.
+
+    Returns:
+        The gradients of the measured members.
     """
     allowed = min(ensemble.members, budget.members)
     members = min(allowed, _members_in_memory(ensemble, budget))
@@ -157,8 +160,8 @@ class _ChosenSamples:
     """Samples that fit into the budget.
 
     Attributes:
-        x: their inputs.
-        target: their targets.
+        x: the inputs.
+        target: the targets.
         count: the number of samples.
         can_be_split: False if x and target have different lengths, so that all samples are used.
         is_limited: True if the memory allows fewer samples than requested.
@@ -259,7 +262,7 @@ def effective_widths(ensemble: EmbeddedEnsemble, x: Any) -> list[float]:
         return []
     try:
         of_member = theory.effective_width(ensemble, samples)
-        of_reference = theory.effective_width(plain_reference(ensemble), samples)
+        of_reference = theory.effective_width(ensemble.reference, samples)
         return [of_member, of_reference]
     except (TypeError, ValueError, RuntimeError):
         return []
@@ -319,8 +322,8 @@ def suggest_rates(
 
     Args:
         ensemble: any ensemble; it is not changed.
-        measurement: of its gradients. A note is added if there is no stable rate.
-        criterion: of one member's outputs and the target.
+        measurement: the gradients of its members. A note is added if there is no stable rate.
+        criterion: a function of one member's outputs and the target.
         gamma: the gradient scale for which the rate is stable.
         generator: seeds random layers and fresh masks.
     """
@@ -357,8 +360,8 @@ def sharpness(
     Args:
         ensemble: any ensemble; its buffers may change.
         x: inputs as for :func:`embens.diagnose`.
-        target: of the samples.
-        criterion: of one member's outputs and the target.
+        target: the targets of the samples.
+        criterion: a function of one member's outputs and the target.
         gamma: the gradient scale.
     """
     rates = {}

@@ -167,6 +167,7 @@ class Recorder:
                 return
             if not isinstance(output, Tensor) or not output.requires_grad:
                 return
+            # make_call runs norm layers again; that call is not recorded.
             calls, self._calls = self._calls, None
             value = args[0] if args else next(iter(kwargs.values()))
             calls.append(make_call(facts, layer, value, output))

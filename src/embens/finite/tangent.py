@@ -49,6 +49,11 @@ class FiniteKernel:
         shared: :math:`\Theta^{com}`, ``(member, member, batch, batch[, class, class])``.
         individual: :math:`\Theta^{ind}`, ``(member, batch, batch[, class, class])``.
         natural_gamma: the ensemble's default gradient scale.
+
+    Example:
+        >>> kernel = FiniteKernel(torch.ones(3, 3, 5, 5), torch.zeros(3, 5, 5))
+        >>> kernel.members, kernel.same.shape
+        (3, torch.Size([3, 5, 5]))
     """
 
     shared: Float[Tensor, "m m n1 n2 *classes"]
@@ -319,7 +324,7 @@ class KernelComputation:
         """Return the derivative of the kernel's function by the outputs, ``(class, batch, ...)``.
 
         Args:
-            output: of one member.
+            output: the output of one member.
             target: the classes of the samples, for "target" and "nll".
             classes: the outputs to differentiate, for "all" and "trace".
         """

@@ -1,36 +1,12 @@
-"""Access to the parts of an ensemble that its public interface does not show.
-
-All other files of ``embens.finite`` read members through these functions.
-"""
+"""Values of an ensemble by site and by layer, and copies with fixed masks."""
 
 import copy
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from embens.ensemble import EmbeddedEnsemble
-
-
-def plain_reference(ensemble: EmbeddedEnsemble) -> nn.Module:
-    """Return the reference network without modulations.
-
-    Args:
-        ensemble: any ensemble.
-
-    Returns:
-        The module that holds the shared parameters, under the reference's names.
-    """
-    return ensemble.reference
-
-
-def per_member(ensemble: EmbeddedEnsemble) -> tuple[Any, ...]:
-    """Return the per-member layers, items with ``.module``, ``.tensors`` and ``.drawn``.
-
-    Args:
-        ensemble: any ensemble.
-    """
-    return ensemble.spec.per_member
 
 
 def individual_tensors(ensemble: EmbeddedEnsemble) -> dict[str, dict[str, Tensor]]:

@@ -53,8 +53,8 @@ def keeps_samples_first(key: int, calls: list[Call], alone: list[Call]) -> bool:
 
     Args:
         key: the id of a parameter with a gradient of 0, which cannot be compared.
-        calls: of two samples.
-        alone: of the first sample alone.
+        calls: calls in a pass of two samples.
+        alone: calls in a pass of the first sample alone.
     """
     if len(calls) != len(alone):
         return False

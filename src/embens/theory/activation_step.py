@@ -1,4 +1,7 @@
-r"""The step of an activation on each kernel; variances are recorded, then read.
+r"""The step of an activation on each kernel.
+
+The first pass, of every input with itself, records the variances before each activation. The pass
+over pairs of inputs reads them (:mod:`embens.theory.moments`).
 
 Units with a pending modulation :math:`v` become :math:`\phi(v z)`; those of multiplicative low-rank
 members use the dual of :mod:`embens.theory.rank_change`. A modulation that no activation
@@ -41,6 +44,9 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
         module: The activation, for messages.
         dual: Its expectations.
         state: Kernels before it.
+
+    Returns:
+        Kernels after it; pending modulations are applied.
 
     Raises:
         ValueError: If the units before it are not Gaussian.
@@ -135,15 +141,16 @@ def _activate_pairs(module: nn.Module, state: State) -> State:
     with_h = trains_v or (trains_scale and not is_homogeneous)
     f, g, h = dual.same(q1, q2, covariance, law, with_h=with_h)
     individual = None if state.individual is None else g * state.individual
+    # This is the last use of g, so that it may be overwritten.
     ntk = None if state.same.ntk is None else g.mul_(state.same.ntk)
     if trains_scale:
         tangents = f if is_homogeneous else h
         assert tangents is not None
         ntk = add(ntk, state.trained_scale * tangents)
-    if not trains_v:
-        h = None
+    if trains_v:  # h may also have been computed for the tangents of scales alone
+        individual = add(individual, h)
     after = _after_activation(state)
-    after = after.replace(same=Moments(f, ntk), individual=add(individual, h))
+    after = after.replace(same=Moments(f, ntk), individual=individual)
     members_differ = state.cross is not None or is_low_rank
     if pre is not None and pre.differs_between_members:
         members_differ = True

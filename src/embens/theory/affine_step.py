@@ -22,7 +22,7 @@ class AffineStep:
         law: Variances and gains of the layer's parameters.
         apply: Its map of pixels.
         post: The modulation before it.
-        copies: Kind of copies that members have; see :class:`Placement`.
+        copies: Kind of copies that members have; see :class:`~embens.theory.placement.Placement`.
         tracked: Compute tangent kernels.
     """
 
@@ -33,7 +33,11 @@ class AffineStep:
     tracked: bool
 
     def within(self, state: State) -> Moments:
-        """Return the kernels within a member."""
+        """Return the kernels within a member.
+
+        Args:
+            state: Kernels before the layer.
+        """
         moment = 1.0 if self.post is None else self.post.second_moment
         return self._transform(state.same, moment)
 
@@ -48,7 +52,7 @@ class AffineStep:
             None where the kernels between members are those within a member.
         """
         if self.copies == "drawn":
-            return Moments  # nothing in common
+            return Moments  # called without arguments, it gives kernels that are zero
         differs = self.post is not None and self.post.differs_between_members
         if state.cross is None and not differs:
             return None
@@ -66,7 +70,11 @@ class AffineStep:
         return cache(cross)
 
     def individual(self, state: State) -> Tensor | None:
-        """Return the tangent kernel of individual parameters."""
+        """Return the tangent kernel of individual parameters; None is zero.
+
+        Args:
+            state: Kernels before the layer.
+        """
         moment = 1.0 if self.post is None else self.post.second_moment
         kernel = None
         if state.individual is not None:
@@ -75,7 +83,7 @@ class AffineStep:
             kernel = add(kernel, state.covariance * self.law.weight_variance)
         if kernel is not None:
             kernel = self.apply(kernel)
-        if self.copies:
+        if self.copies:  # copied layers are never modulated, so that the moment is 1
             gradients = self.law.gradients(self.apply(state.covariance), 1.0)
             kernel = add(kernel, gradients)
         return kernel

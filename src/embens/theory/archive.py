@@ -127,6 +127,15 @@ def load_kernels(path: str | os.PathLike[str]) -> Kernels:
     Raises:
         FileNotFoundError: If there is no such file.
         embens.files.Refused: If the file is damaged or was not written by embens.
+
+    Example:
+        >>> import tempfile
+        >>> from embens import networks
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = write_kernels(f"{folder}/k.npz", networks.mlp(2, 4, depth=1), torch.eye(2))
+        ...     kernels = load_kernels(path)
+        >>> kernels.ntk_shared.same.dtype
+        torch.float64
     """
     import numpy as np
 

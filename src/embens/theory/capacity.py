@@ -34,7 +34,7 @@ from embens.optim import Gamma
 from embens.theory.blocks import kernels
 from embens.theory.interference import interference, layer_names
 from embens.theory.kernel import Kernels, MemberKernel, resolve_gamma
-from embens.theory.problem import check_targets
+from embens.theory.problem import check_targets, covariance_root
 
 _PERCEPTRON_INPUTS = 16
 _IMAGE_INPUTS = 4
@@ -54,6 +54,13 @@ class BestMembers:
         variance: Part of ``errors`` from the outputs at initialisation.
         separate: Error of as many separate, infinitely wide networks, ``(candidate,)``.
         features: Number of random features of each layer.
+
+    Example:
+        >>> bias, variance = torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.25])
+        >>> separate = torch.tensor([0.75, 0.5])
+        >>> report = BestMembers(2, (1, 2), bias + variance, bias, variance, separate, {"0": 64.0})
+        >>> report.excess
+        tensor([0.2500, 0.2500])
     """
 
     best: int
@@ -238,8 +245,8 @@ class _Problem:
         scale = resolve_gamma(train, members, gamma) / members
         bias = variance = self.y.new_zeros(())
         for _ in range(draws):
-            train_kernel, carry = self._draw(members, scale, generator)
-            weights = self._responses(train_kernel, carry)
+            train_kernel, test_kernel = self._draw(members, scale, generator)
+            weights = self._responses(train_kernel, test_kernel)
             bias = bias + self._bias(weights) / draws
             variance = variance + self._variance(weights, members) / draws
         alone = self.kernels.ntk_shared.same + self.kernels.ntk_individual.same
@@ -257,38 +264,38 @@ class _Problem:
             on test data with the train data ``(test, member, n)``.
         """
         n = len(self.y)
-        train_kernel, carry = self._mean_blocks(self.kernels.ntk_individual, members)
+        train_kernel, test_kernel = self._mean_blocks(self.kernels.ntk_individual, members)
         for block in self.blocks.values():
             if block.features > _MANY_FEATURES * members * n:
-                more_train, more_carry = self._mean_blocks(block.kernel, members)
+                more_train, more_test = self._mean_blocks(block.kernel, members)
             else:
                 count = max(1, round(block.features))
                 features = _draw_features(block.kernel, members, count, generator)
                 train_features = features[:, :n]
                 mean_features = features[:, n:].mean(0)
                 more_train = torch.einsum("aif,bjf->aibj", train_features, train_features) / count
-                more_carry = torch.einsum("tf,bjf->tbj", mean_features, train_features) / count
+                more_test = torch.einsum("tf,bjf->tbj", mean_features, train_features) / count
             train_kernel = train_kernel + scale * more_train
-            carry = carry + scale * more_carry
-        return train_kernel, carry
+            test_kernel = test_kernel + scale * more_test
+        return train_kernel, test_kernel
 
     def _mean_blocks(self, kernel: MemberKernel, members: int) -> tuple[Tensor, Tensor]:
         """Return a kernel without randomness, as :meth:`_draw` does."""
         n = len(self.y)
         train = MemberKernel(kernel.same[:n, :n], kernel.cross[:n, :n]).dense(members)
         mean, _ = kernel.modes(members)
-        carry = mean[n:, :n] / members
-        return train.permute(0, 2, 1, 3), carry[:, None].expand(-1, members, -1)
+        test_kernel = mean[n:, :n] / members
+        return train.permute(0, 2, 1, 3), test_kernel[:, None].expand(-1, members, -1)
 
-    def _responses(self, train: Tensor, carry: Tensor) -> Tensor:
+    def _responses(self, train: Tensor, test_kernel: Tensor) -> Tensor:
         """Return weights of the train residuals in the ensemble mean, ``(test, member, n)``."""
-        test, members, n = carry.shape
+        test, members, n = test_kernel.shape
         size = members * n
         values, vectors = torch.linalg.eigh(train.reshape(size, size))
         cutoff = 1e-10 * values[-1]
         safe = values.clamp(min=cutoff)
         gains = torch.where(values > cutoff, -torch.expm1(-safe * self.time / n) / safe, 0.0)
-        weights = (carry.reshape(test, size) @ vectors * gains) @ vectors.mT
+        weights = (test_kernel.reshape(test, size) @ vectors * gains) @ vectors.mT
         return weights.reshape(test, members, n)
 
     def _bias(self, weights: Tensor) -> Tensor:
@@ -313,14 +320,9 @@ def _draw_features(
 ) -> Tensor:
     """Draw normal features of exchangeable members, ``(member, input, feature)``."""
     mean, deviation = kernel.modes(members)
-    mean_root = _root(mean / members)
-    root = _root(deviation)
+    mean_root = covariance_root(mean / members)
+    root = covariance_root(deviation)
     n = len(root)
     noise = torch.randn(members + 1, n, count, generator=generator, dtype=root.dtype)
     deviations = root @ noise[1:]
     return mean_root @ noise[0] + deviations - deviations.mean(0)
-
-
-def _root(covariance: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
-    return vectors * values.clamp(min=0).sqrt()

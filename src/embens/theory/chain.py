@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from embens.theory.recursion import has_rule, propagate, steps, unknown
+from embens.theory.recursion import has_rule, propagate, steps, unknown_limit
 
 
 def is_chain(network: nn.Module) -> bool:
@@ -39,10 +39,10 @@ def split_chain(network: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn
             break
     for path, module in named_modules[:first]:
         if isinstance(module, _NormBase) or any(True for _ in module.parameters()):
-            raise unknown(module, path)
+            raise unknown_limit(module, path)
     for path, module in named_modules[first:]:
         if not has_rule(module):
-            raise unknown(module, path)
+            raise unknown_limit(module, path)
     if first == len(named_modules):
         raise TypeError(
             f"the network has no Linear or convolution: {network}. In the limit it must have one."

@@ -114,10 +114,12 @@ class Homogeneous(Dual):
 
     @property
     def _level(self) -> float:
+        """Value of G at the angle 0, without modulations."""
         return (self.right**2 + self.left**2) / 2
 
     @property
     def _bend(self) -> float:
+        """Amount by which G falls per unit of the angle, without modulations."""
         return (self.right - self.left) ** 2 / (2 * math.pi)
 
 

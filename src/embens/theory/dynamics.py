@@ -44,6 +44,10 @@ class FlowSettings:
         shared_rate: Rate of shared parameters, relative to the learning rate.
         individual_rate: Rate of individual parameters, relative to the learning rate.
         jitter: Number to add to the diagonal of the train data's kernel in both modes.
+
+    Example:
+        >>> FlowSettings(individual_rate=0.0, jitter=1e-3).shared_rate  # frozen modulations
+        1.0
     """
 
     shared_rate: float = 1.0
@@ -124,6 +128,18 @@ def gradient_descent(
 
     Returns:
         The ensemble in training; times count steps.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes do not fit, or members are not exchangeable.
+
+    Example:
+        >>> from embens import networks
+        >>> from embens.theory import kernels
+        >>> k = kernels(networks.mlp(1, 8, depth=1, weight_std=2**0.5), torch.ones(1, 1))
+        >>> flow = gradient_descent(k, k, k, torch.tensor([2.0]), members=1, rate=0.125)
+        >>> [round(flow.mean(steps).item(), 6) for steps in (0, 1, 2)]  # 2 (1 - (1 - rate · 4)ⁿ)
+        [0.0, 1.0, 1.5]
     """
     check_rates(rate=rate)
     parts = k_train_train, k_test_train, k_test_test
@@ -160,17 +176,25 @@ def posterior(
 
     Returns:
         Mean ``(test,)`` or ``(test, k)``, and covariance ``(test, test)``.
+
+    Example:
+        >>> from embens import networks
+        >>> from embens.theory import kernels
+        >>> k = kernels(networks.mlp(1, 8, depth=1), torch.ones(1, 1))
+        >>> mean, covariance = posterior(k, k, k, torch.tensor([2.0]), noise=1e-6)
+        >>> round(mean.item(), 6), round(covariance.item(), 6)
+        (2.0, 0.0)
     """
     parts = k_train_train, k_test_train, k_test_test
     problem = Problem.of(parts, 1, 1.0, rates={}, caller="posterior")
-    train, carry, test = problem.nngp
+    train, test_train, test = problem.nngp
     assert test is not None
     y = check_targets(y, train.same)
     noise = check_number("noise", noise, "a number > 0", lambda std: std > 0)
     identity = torch.eye(len(train.same)).to(train.same)
     factor = torch.linalg.cholesky(train.same + noise**2 * identity)
-    weights = torch.cholesky_solve(carry.same.mT, factor).mT
-    return torch.tensordot(weights, y, 1), test.same - weights @ carry.same.mT
+    weights = torch.cholesky_solve(test_train.same.mT, factor).mT
+    return torch.tensordot(weights, y, 1), test.same - weights @ test_train.same.mT
 
 
 def _solve(
@@ -192,18 +216,18 @@ def _solve(
     modes = []
     for index, name in enumerate(PerMode._fields):
         train = problem.ntk[0].modes(members)[index]
-        carry = problem.ntk[1].modes(members)[index]
+        test_train = problem.ntk[1].modes(members)[index]
         largest = problem.ntk[0].same.abs().max()
         if name == "mean" and train.abs().max() < SILENT * largest:
             # The kernel is 0 up to rounding.
             train = torch.zeros_like(train)
-            carry = torch.zeros_like(carry)
+            test_train = torch.zeros_like(test_train)
             warn(
                 "the ensemble mean cannot learn: its tangent kernel vanishes, because cross is "
                 "-1/(M - 1) times same. Use a rho above -1/(M - 1), trained modulations, or an "
                 "output bias.",
             )
-        mode = Mode.solve((train, carry), _prior(problem, index), jitter, rate)
+        mode = Mode.solve((train, test_train), _prior(problem, index), jitter, rate)
         if mode.indefinite and (name == "mean" or members > 1):
             warn(
                 f"the {name} mode's kernel on the train data is not positive semi-definite: its "
@@ -219,9 +243,9 @@ def _prior(problem: Problem, index: int) -> tuple[Tensor, Tensor, Tensor | None]
     """Return the prior covariances of the mean (index 0) or of deviations (1)."""
     # The ensemble mean has 1/M of the covariance that `modes` gives.
     share = 1 / problem.members if index == 0 else 1.0
-    train, carry, test = problem.nngp
+    train, test_train, test = problem.nngp
     prior_train = share * train.modes(problem.members)[index]
-    prior_carry = share * carry.modes(problem.members)[index]
+    prior_test_train = share * test_train.modes(problem.members)[index]
     if test is None:
-        return prior_train, prior_carry, None
-    return prior_train, prior_carry, share * test.modes(problem.members)[index]
+        return prior_train, prior_test_train, None
+    return prior_train, prior_test_train, share * test.modes(problem.members)[index]

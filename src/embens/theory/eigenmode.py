@@ -39,9 +39,9 @@ class Mode:
     Attributes:
         eigenvalues: Eigenvalues with jitter; those of null directions are 0.
         basis: Eigenvectors, in columns.
-        carry: Kernel between test data and eigenvectors.
+        test_train: Kernel of the test data with the eigenvectors.
         prior_train: Covariance at initialisation between eigenvectors.
-        prior_carry: Covariance at initialisation between test data and eigenvectors.
+        prior_test_train: Covariance at initialisation of the test data with the eigenvectors.
         prior_test: Covariance at initialisation of the test data, if it was given.
         cutoff: Size up to which eigenvalues count as 0.
         least: Smallest eigenvalue before the cut-off.
@@ -50,9 +50,9 @@ class Mode:
 
     eigenvalues: Float[Tensor, " n"]
     basis: Float[Tensor, "n n"]
-    carry: Float[Tensor, "test n"]
+    test_train: Float[Tensor, "test n"]
     prior_train: Float[Tensor, "n n"]
-    prior_carry: Float[Tensor, "test n"]
+    prior_test_train: Float[Tensor, "test n"]
     prior_test: Float[Tensor, "test test"] | None
     cutoff: float
     least: float
@@ -74,7 +74,7 @@ class Mode:
             jitter: Number to add to the eigenvalues.
             rate: Rate of gradient descent; None means gradient flow.
         """
-        train, carry = ntk
+        train, test_train = ntk
         eigenvalues, basis = torch.linalg.eigh((train + train.mT) / 2)
         eigenvalues = eigenvalues + jitter
         largest = eigenvalues[-1].abs().item()
@@ -83,13 +83,13 @@ class Mode:
         if -INDEFINITE * largest <= least < 0:
             cutoff = max(cutoff, -10 * least)
         null = eigenvalues.abs() <= cutoff
-        carry = _without_null_directions(carry @ basis, null, cutoff, largest)
+        test_train = _without_null_directions(test_train @ basis, null, cutoff, largest)
         return cls(
             eigenvalues=torch.where(null, 0.0, eigenvalues),
             basis=basis,
-            carry=carry,
+            test_train=test_train,
             prior_train=basis.mT @ nngp[0] @ basis,
-            prior_carry=nngp[1] @ basis,
+            prior_test_train=nngp[1] @ basis,
             prior_test=nngp[2],
             cutoff=cutoff,
             least=least,
@@ -151,7 +151,7 @@ class Mode:
         Returns:
             A tensor ``(…, test, k)``.
         """
-        return self.carry * gain @ (self.basis.mT @ residual)
+        return self.test_train * gain @ (self.basis.mT @ residual)
 
     def covariance(self, gain: Float[Tensor, " n"]) -> Float[Tensor, "test test"]:
         r"""Return :math:`V = S^{**} - A S^{X*} - S^{*X} A^\top + A S^{XX} A^\top`, S: the prior.
@@ -160,8 +160,8 @@ class Mode:
             gain: Result of :meth:`gain`, ``(n,)``.
         """
         assert self.prior_test is not None
-        response = self.carry * gain
-        mixed = response @ self.prior_carry.mT
+        response = self.test_train * gain
+        mixed = response @ self.prior_test_train.mT
         return self.prior_test - mixed - mixed.mT + response @ self.prior_train @ response.mT
 
     def variance(self, gain: Float[Tensor, " n"]) -> Float[Tensor, " test"]:
@@ -171,20 +171,22 @@ class Mode:
             gain: Result of :meth:`gain`, ``(n,)``.
         """
         assert self.prior_test is not None
-        response = self.carry * gain
-        change = (response @ self.prior_train - 2 * self.prior_carry) * response
+        response = self.test_train * gain
+        change = (response @ self.prior_train - 2 * self.prior_test_train) * response
         return (self.prior_test.diagonal() + change.sum(-1)).clamp(min=0)
 
 
-def _without_null_directions(carry: Tensor, null: Tensor, cutoff: float, largest: float) -> Tensor:
+def _without_null_directions(
+    test_train: Tensor, null: Tensor, cutoff: float, largest: float
+) -> Tensor:
     """Set the kernel of test data with null directions to 0, up to rounding.
 
     An exact kernel has zeros there. Rounding grows with the kernel of the test data.
     """
-    if not len(carry):
-        return carry
-    reach = carry.norm(dim=1).max().item()
+    if not len(test_train):
+        return test_train
+    reach = test_train.norm(dim=1).max().item()
     relative_reach = reach / largest if largest > 0 else 1.0
     rounding = cutoff * max(1.0, relative_reach)
-    unreached = null & (carry.abs().amax(0) <= rounding)
-    return torch.where(unreached, 0.0, carry)
+    unreached = null & (test_train.abs().amax(0) <= rounding)
+    return torch.where(unreached, 0.0, test_train)

@@ -33,6 +33,20 @@ class Dual(ABC):
     broadcast. Results have the broadcast shape. ``law`` is the distribution of the pre-activation
     modulation; None means that there is no modulation. Where a variance is 0, the correlation
     counts as 0.
+
+    Example:
+        >>> from embens.theory import Dual
+        >>> class Linear(Dual):
+        ...     def same(self, q1, q2, c, law, *, with_h=True):
+        ...         moment = 1.0 if law is None else law.second_moment
+        ...         return moment * c, moment * torch.ones_like(c), c if with_h else None
+        ...
+        ...     def cross(self, q1, q2, c, law):
+        ...         moment = 1.0 if law is None else law.mean**2
+        ...         return moment * c, moment * torch.ones_like(c)
+        >>> one = torch.ones(1)
+        >>> Linear().same(one, one, 0.5 * one, None)[0]
+        tensor([0.5000])
     """
 
     @abstractmethod

@@ -156,6 +156,7 @@ class _HiddenLayer:
         They are :math:`E Q`, :math:`E Q^2` and :math:`E[E[Q \mid v]^2]`.
         """
         units, unit_weights = _normal_units(covariance)
+        # With pixels every node of v costs a matrix product.
         values, weights = law.quadrature(181 if covariance.shape[1] == 1 else 31)
         mean = mean_square = mean_given_v = torch.zeros_like(covariance[:, 0, 0])
         for value, weight in zip(values.tolist(), weights.tolist(), strict=True):

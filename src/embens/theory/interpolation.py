@@ -175,7 +175,7 @@ class Table:
         *,
         with_h: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        (root1, root2), rho = normalise(q1, q2, c)
+        (root1, root2), rho = roots_and_correlation(q1, q2, c)
         t = self.correlation_axis.to_unit(rho)
         first = self.root_axis.polynomials(root1)
         second = self.root_axis.polynomials(root2)
@@ -190,7 +190,9 @@ class Table:
         return f.to(c.dtype), g.to(c.dtype), h.to(c.dtype)
 
 
-def normalise(q1: Tensor, q2: Tensor, c: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def roots_and_correlation(
+    q1: Tensor, q2: Tensor, c: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return both roots of the variances and the correlation, in float64."""
     root1, inverse1 = roots(q1.double())
     root2, inverse2 = roots(q2.double())

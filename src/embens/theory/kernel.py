@@ -22,7 +22,7 @@ from embens.optim import Gamma
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-DENSE = 2000
+MAX_DENSE_INPUTS = 2000
 """Kernels of more inputs than this use an iterative solver for their largest eigenvalue."""
 
 
@@ -66,10 +66,13 @@ class MemberKernel:
         return mean, deviation
 
     def dense(self, members: int) -> Float[Tensor, "m m n1 n2"]:
-        """Return all blocks, ``(member, member, n1, n2)``.
+        """Return the kernel between all members.
 
         Args:
             members: Number of members.
+
+        Returns:
+            All blocks, ``(member, member, n1, n2)``.
         """
         if self.conditional:
             return self.cross
@@ -117,6 +120,16 @@ class Kernels:
         ntk_individual: :math:`\Theta^{ind}`, the tangent kernel of individual parameters; it is
             zero between members. Trainable input modulations and additive low-rank members have
             finitely many parameters, whose tangents stay random; this is their mean.
+
+    Example:
+        >>> one = torch.eye(2)
+        >>> shared = MemberKernel(same=one, cross=0.5 * one)
+        >>> k = Kernels(nngp=shared, ntk_shared=shared, ntk_individual=MemberKernel(one, 0 * one))
+        >>> k.ntk(members=4, gamma=2.0).same  # γ/M · 1 + 1
+        tensor([[1.5000, 0.0000],
+                [0.0000, 1.5000]])
+        >>> k[:1].nngp.same.shape
+        torch.Size([1, 2])
     """
 
     nngp: MemberKernel
@@ -186,7 +199,14 @@ class Kernels:
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Tensor]) -> Kernels:
-        """Return the kernels with these blocks, in the order of :attr:`blocks`."""
+        """Return the kernels with given blocks.
+
+        Args:
+            blocks: Five blocks in the order of :attr:`blocks`.
+
+        Returns:
+            Kernels in which ``ntk_individual`` is zero between members.
+        """
         nngp_same, nngp_cross, shared_same, shared_cross, individual = blocks
         individual_cross = zero_cross(individual)
         if individual.dim() > 2:
@@ -200,13 +220,28 @@ class Kernels:
         )
 
     def __getitem__(self, index: tuple) -> Kernels:
-        """Return the kernels of some of the inputs, ``kernels[rows, columns]``."""
+        """Return the kernels of some of the inputs.
+
+        Args:
+            index: ``kernels[rows, columns]``, or ``kernels[rows]`` for all columns.
+
+        Returns:
+            Kernels with blocks of these rows and columns.
+        """
         if not isinstance(index, tuple):
             index = (index, slice(None))
         return self._map(lambda block: block[(..., *index)])
 
     def to(self, *args, **kwargs) -> Kernels:
-        """Return the kernels with another dtype or on another device, as ``Tensor.to`` does."""
+        """Return the kernels with another dtype or on another device.
+
+        Args:
+            *args: Arguments of ``Tensor.to``.
+            **kwargs: Keyword arguments of ``Tensor.to``.
+
+        Returns:
+            Kernels whose blocks are converted.
+        """
         return self._map(lambda block: block.to(*args, **kwargs))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Kernels:
@@ -340,9 +375,12 @@ def largest_eigenpair(matrix: Float[Tensor, "n n"]) -> tuple[float, Float[Tensor
 
     Args:
         matrix: Symmetric matrix, ``(n, n)``.
+
+    Returns:
+        The eigenvalue, and a vector of norm 1, ``(n,)``.
     """
     n = len(matrix)
-    if n > DENSE:
+    if n > MAX_DENSE_INPUTS:
         # A random start is orthogonal to no eigenvector.
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(n, 1, generator=generator, dtype=matrix.dtype).to(matrix.device)

@@ -45,7 +45,9 @@ class Limit:
         dtype: ``torch.float64`` or ``torch.float32``.
 
     Attributes:
+        walk: The traced graph; None for networks in ``nn.Sequential``.
         steps: Names and modules of the network, from the first layer on.
+        x1: The inputs after the modules before the first layer.
         placements: Modulations and copies at each layer.
         separate: True if members are separate networks.
         conditional: True if kernels are conditional on drawn input or output modulations.
@@ -55,6 +57,12 @@ class Limit:
     Raises:
         TypeError: If the limit of a module is not known, or an argument has a wrong type.
         ValueError: If inputs do not fit the network, or the limit does not exist.
+
+    Example:
+        >>> from embens import networks
+        >>> limit = Limit(networks.mlp(2, 8, depth=1), torch.eye(2))
+        >>> limit.shape, limit.block(rows=slice(0, 1)).nngp.same.shape
+        ((2, 2), torch.Size([1, 2]))
     """
 
     def __init__(
@@ -173,7 +181,10 @@ class Limit:
         """Return a hash of everything that determines the kernels.
 
         Args:
-            more: Further values to include, by their ``repr``.
+            *more: Further values to include, by their ``repr``.
+
+        Returns:
+            A hexadecimal string.
         """
         network = []
         for path, module in self.steps:
@@ -202,6 +213,9 @@ class Limit:
         Args:
             rows: Slice of ``x1``.
             columns: Slice of ``x2``.
+
+        Returns:
+            Kernels with blocks ``(row, column)``; conditional ones have member axes before these.
         """
         x1 = self.x1[rows]
         x2 = self._x2[columns]

@@ -120,6 +120,11 @@ class State:
         sources: Names of the layers that drew these units; disjoint streams are independent.
         path: Name of the module that comes next.
         facts: Facts of the whole pass.
+
+    Example:
+        >>> state = State(Moments(torch.eye(2)))  # two inputs, a perceptron
+        >>> state.replace(gaussian=True).covariance.shape
+        torch.Size([2, 2])
     """
 
     same: Moments
@@ -146,11 +151,25 @@ class State:
     facts: Pass = Pass()
 
     def replace(self, **changes) -> State:
-        """Return a copy with some attributes changed."""
+        """Return a copy with some attributes changed.
+
+        Args:
+            **changes: New values by the names of attributes.
+
+        Returns:
+            The copy.
+        """
         return dataclasses.replace(self, **changes)
 
     def placement(self, module: nn.Module) -> Placement:
-        """Return the modulations and copies at a layer of the reference."""
+        """Return the modulations and copies at a layer of the reference.
+
+        Args:
+            module: The layer, a module of the plain reference.
+
+        Returns:
+            Its placement; that of a shared, unmodulated layer if it has none.
+        """
         return self.facts.placements.get(module, SHARED)
 
     @property
@@ -179,7 +198,14 @@ class State:
         return tuple(self.covariance.shape[-self.spatial :])
 
     def equal_pixels(self, kernel: Tensor) -> Tensor:
-        """Return a view of the entries in which both pixels are equal; pixel axes come last."""
+        """Return a view of the entries in which both pixels are equal.
+
+        Args:
+            kernel: A kernel with the axes of this state.
+
+        Returns:
+            The entries ``(…, *pixel)``.
+        """
         if self.layout != PAIRS:
             return kernel
         # Each step takes the diagonal of one axis pair and moves it to the end.
@@ -190,6 +216,12 @@ class State:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """Apply a linear map of pixels to all kernels.
+
+        Args:
+            function: The map, which takes and returns one kernel.
+
+        Returns:
+            The state with the new kernels; other attributes stay.
 
         Example:
             >>> state = State(Moments(torch.ones(1, 1))).map(lambda kernel: 4 * kernel)

@@ -246,7 +246,7 @@ def keep_diagonal(state: State) -> State:
     return state.map(state.equal_pixels).replace(layout=DIAGONAL)
 
 
-def open_inputs(layer: nn.Module, state: State) -> State:
+def kernel_of_inputs(layer: nn.Module, state: State) -> State:
     r"""Replace the inputs by their kernel :math:`\frac1{C} \sum_c x_c(p)\, x'_c(p')`.
 
     Args:

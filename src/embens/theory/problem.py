@@ -62,18 +62,18 @@ class Problem:
             TypeError: If an argument has a wrong type.
             ValueError: If shapes do not fit, or values are not finite.
         """
-        train, carry, test = parts
-        named = {"k_train_train": train, "k_test_train": carry}
+        train, test_train, test = parts
+        named = {"k_train_train": train, "k_test_train": test_train}
         if test is not None:
             named["k_test_test"] = test
         _check_kernels(named, caller)
         check_members(members)
         check_rates(**rates)
-        train, carry = train.to(torch.float64), carry.to(torch.float64)
+        train, test_train = train.to(torch.float64), test_train.to(torch.float64)
         test_nngp = None if test is None else test.to(torch.float64).nngp
         scale = resolve_gamma(train, members, gamma, **rates)
-        ntk = train.ntk(members, scale, **rates), carry.ntk(members, scale, **rates)
-        return cls((train.nngp, carry.nngp, test_nngp), ntk, members, scale)
+        ntk = train.ntk(members, scale, **rates), test_train.ntk(members, scale, **rates)
+        return cls((train.nngp, test_train.nngp, test_nngp), ntk, members, scale)
 
     def draw(
         self,
@@ -92,7 +92,7 @@ class Problem:
         Raises:
             ValueError: If the kernels of the test data with themselves were not given.
         """
-        train, carry, test = self.nngp
+        train, test_train, test = self.nngp
         if test is None:
             raise ValueError(
                 "outputs at initialisation can't be drawn without the kernels of the test data "
@@ -100,14 +100,14 @@ class Problem:
                 "outputs."
             )
         modes = []
-        for train_mode, carry_mode, test_mode in zip(
+        for train_mode, test_train_mode, test_mode in zip(
             train.modes(self.members),
-            carry.modes(self.members),
+            test_train.modes(self.members),
             test.modes(self.members),
             strict=True,
         ):
-            above = torch.cat([train_mode, carry_mode.mT], 1)
-            below = torch.cat([carry_mode, test_mode], 1)
+            above = torch.cat([train_mode, test_train_mode.mT], 1)
+            below = torch.cat([test_train_mode, test_mode], 1)
             modes.append(torch.cat([above, below]))
         mean, deviation = modes
         draws = draw_members(
@@ -149,15 +149,30 @@ def draw_members(
     """
 
     def draw(covariance: Tensor, count: int) -> Tensor:
-        values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
-        root = vectors * values.clamp(min=0).sqrt()
-        size = (draws, count, len(values), math.prod(shape))
-        noise = torch.randn(size, generator=generator, dtype=values.dtype)
-        return root @ noise.to(values.device)
+        root = covariance_root(covariance)
+        size = (draws, count, len(root), math.prod(shape))
+        noise = torch.randn(size, generator=generator, dtype=root.dtype)
+        return root @ noise.to(root.device)
 
     deviations = draw(deviation_covariance, members)
     outputs = draw(mean_covariance, 1) + deviations - deviations.mean(1, keepdim=True)
     return outputs.reshape(*outputs.shape[:-1], *shape)
+
+
+def covariance_root(covariance: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """Return a matrix R with covariance R Rᵀ; eigenvalues that rounding made negative count as 0.
+
+    Args:
+        covariance: A covariance, ``(n, n)``.
+
+    Example:
+        >>> root = covariance_root(torch.tensor([[4.0, 0.0], [0.0, 9.0]]))
+        >>> root @ root.mT
+        tensor([[4., 0.],
+                [0., 9.]])
+    """
+    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
+    return vectors * values.clamp(min=0).sqrt()
 
 
 def _check_kernels(named: dict[str, Kernels], caller: str) -> None:
@@ -182,9 +197,9 @@ def _check_kernels(named: dict[str, Kernels], caller: str) -> None:
 
 
 def _check_block(name: str, block: Tensor, shape: tuple[int, int]) -> None:
-    is_carry = "_test_train" in name
+    is_test_train = "_test_train" in name
     if block.shape != shape or shape[1] == 0:
-        is_transposed = is_carry and block.shape[0] == shape[1]
+        is_transposed = is_test_train and block.shape[0] == shape[1]
         hint = " Exchange its inputs with .mT." if is_transposed else ""
         raise ValueError(
             f"{name} must have shape {shape}, test data before train data; got "
@@ -192,7 +207,7 @@ def _check_block(name: str, block: Tensor, shape: tuple[int, int]) -> None:
         )
     if not block.isfinite().all():
         raise ValueError(f"{name} must be finite; got NaN or infinity. Look at the inputs.")
-    if is_carry or not len(block):
+    if is_test_train or not len(block):
         return
     error = (block - block.mT).abs().max().item()
     if error > SYMMETRY * block.abs().max().item():

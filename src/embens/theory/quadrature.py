@@ -45,7 +45,13 @@ from embens.checks import warn
 from embens.laws import Law
 from embens.theory.expectations import Dual, differs_between_members
 from embens.theory.hermite import grid, sum_over_nodes, sum_series, times_g, weighted_hermite
-from embens.theory.interpolation import ROUNDING, CorrelationAxis, RootAxis, Table, normalise
+from embens.theory.interpolation import (
+    ROUNDING,
+    CorrelationAxis,
+    RootAxis,
+    Table,
+    roots_and_correlation,
+)
 from embens.theory.law_nodes import LawNodes, law_nodes
 from embens.theory.resolution import Evaluation, Resolution
 from embens.theory.series import (
@@ -143,7 +149,7 @@ class Smooth(Dual):
             return self._table.same(q1, q2, c, with_h=with_h)
         resolution = self.resolve(largest_variance(q1, q2), law)
         dtype = c.dtype
-        (root1, root2), rho = normalise(q1, q2, c)
+        (root1, root2), rho = roots_and_correlation(q1, q2, c)
         start = f = g = h = torch.zeros_like(rho)
         root_count = max(root1.numel(), root2.numel())
         for part, terms in resolution.parts(root_count, c.device):
@@ -169,7 +175,7 @@ class Smooth(Dual):
         if resolution.is_constant:
             # One value for all members: the same result as within a member, to the last bit.
             return self.same(q1, q2, c, law, with_h=False)[:2]
-        (root1, root2), rho = normalise(q1, q2, c)
+        (root1, root2), rho = roots_and_correlation(q1, q2, c)
         mean1, slopes1 = self._averaged_coefficients(resolution, root1)
         mean2, slopes2 = self._averaged_coefficients(resolution, root2)
         one = torch.ones(1, dtype=rho.dtype, device=rho.device)

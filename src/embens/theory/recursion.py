@@ -39,7 +39,14 @@ from embens.theory import activations
 from embens.theory.activation_step import activate, settle
 from embens.theory.affine_step import AffineStep
 from embens.theory.moments import MEASURE, State, describe
-from embens.theory.pixels import AVERAGES, is_depthwise, keep_diagonal, open_inputs, pixel_map, pool
+from embens.theory.pixels import (
+    AVERAGES,
+    is_depthwise,
+    keep_diagonal,
+    kernel_of_inputs,
+    pixel_map,
+    pool,
+)
 from embens.theory.rank_change import change_rank
 from embens.theory.weight_law import weight_law
 
@@ -50,23 +57,37 @@ _NORMS = (_NormBase, nn.LocalResponseNorm)
 def propagate(module: nn.Module, state: State) -> State:
     """Return the kernels after a module of the reference from those before it.
 
+    To add a rule for a module, register a function of module and state.
+
     Args:
         module: A module of the plain reference.
         state: Kernels before the module.
 
+    Returns:
+        Kernels after the module.
+
     Raises:
         TypeError: If there is no rule for the module.
 
-    To add a rule for a module, register a function of module and state:
-
-    .. code-block:: python
-
-        @embens.theory.propagate.register
-        def _(module: MyBlock, state):
-            return embens.theory.propagate(module.body, state)
+    Example:
+        >>> import torch
+        >>> from embens import networks, theory
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.body = nn.Sequential(networks.Linear(4, 4, weight_std=2.0), nn.ReLU())
+        ...
+        ...     def forward(self, x):
+        ...         return self.body(x)
+        >>> @theory.propagate.register
+        ... def block_rule(module: Block, state: State) -> State:
+        ...     return theory.propagate(module.body, state)
+        >>> net = nn.Sequential(Block(), networks.Linear(4, 1))
+        >>> theory.kernels(net, torch.ones(1, 4)).nngp.same  # 2² / 2
+        tensor([[2.]], dtype=torch.float64)
     """
     if not has_rule(module):
-        raise unknown(module, state.path)
+        raise unknown_limit(module, state.path)
     return activate(module, activations.dual(module), state)
 
 
@@ -78,7 +99,7 @@ def has_rule(module: nn.Module) -> bool:
     return activations.dual.dispatch(kind) is not activations.dual.dispatch(object)
 
 
-def unknown(module: nn.Module, path: str) -> TypeError:
+def unknown_limit(module: nn.Module, path: str) -> TypeError:
     """Return the error for a module without a rule, with the reason and the fix."""
     kind = type(module).__name__
     register = f"give {kind} a rule with embens.theory.propagate.register"
@@ -136,7 +157,7 @@ def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield path, module
         return
     if type(module).forward is not nn.Sequential.forward:
-        raise unknown(module, path)
+        raise unknown_limit(module, path)
     for name, child in module.named_children():
         yield from steps(child, f"{path}.{name}" if path else name)
 
@@ -199,6 +220,9 @@ def affine(layer: nn.Module, state: State) -> State:
         layer: A Linear layer or a convolution of the reference.
         state: Kernels before it.
 
+    Returns:
+        Kernels after it, with the modulation of its output pending.
+
     Raises:
         TypeError: If members' matrices of low rank have no limit, or an input modulation can't be
             read.
@@ -216,7 +240,7 @@ def affine(layer: nn.Module, state: State) -> State:
                 "with a user's rule, where it cannot be read; put the first layer into "
                 "nn.Sequential."
             )
-        state = open_inputs(layer, state)
+        state = kernel_of_inputs(layer, state)
         post = None  # its drawn values are in the inputs
     step = AffineStep(
         law=law,

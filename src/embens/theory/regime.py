@@ -36,7 +36,14 @@ ZERO = 1e-12
 
 
 class Regime(Enum):
-    """Coupling of the members of an infinitely wide ensemble."""
+    """Coupling of the members of an infinitely wide ensemble.
+
+    Example:
+        >>> from embens import batch_ensemble, networks
+        >>> report = regime(batch_ensemble(networks.mlp(4, 8, depth=2), members=4))
+        >>> report == Regime.INDEPENDENT
+        True
+    """
 
     INDEPENDENT = "independent"
     COLLECTIVE = "collective"
@@ -230,7 +237,7 @@ class Structure:
         flow: Which parameter layers come first and last.
         layers: Parameter layers by name.
         last: Last layers that members share, with the law of u in their inputs (None: no u).
-        open: Names of last layers with inputs that are not centred.
+        uncentred: Names of last layers with inputs that are not centred.
         biased: Last layers followed by a shared bias in the limit, with about its share of the
             variance.
         mean: The moment that vanishes for centred inputs, as text.
@@ -247,7 +254,7 @@ class Structure:
                 post_laws[site.layer] = site.law
         separately_drawn = {item.module for item in per_member(ensemble) if item.drawn}
         self.last: dict[str, Law | None] = {}
-        self.open: list[str] = []
+        self.uncentred: list[str] = []
         self.biased: dict[str, float] = {}
         for name, layer in self.layers.items():
             if name not in self.flow.last or name in separately_drawn:
@@ -255,7 +262,7 @@ class Structure:
             law = post_laws.get(name)
             self.last[name] = law
             if law is None or abs(law.overlap) > ZERO:
-                self.open.append(name)
+                self.uncentred.append(name)
             if isinstance(layer, Parametrized) and layer.bias_std:
                 variance = layer.bias_std**2 + layer.weight_std**2
                 self.biased[name] = layer.bias_std**2 / variance
@@ -268,7 +275,7 @@ class Structure:
         Returns:
             The estimate, from 0 to 1 unless members repel.
         """
-        if not self.open:
+        if not self.uncentred:
             return max(self.biased.values(), default=0.0)
         return self.ensemble.overlap or self._overlap_of_last()
 
@@ -280,17 +287,17 @@ class Structure:
         """
         if not self.last:
             return "every member has separate last layers"
-        inputs = f"the input of {_join_names(self.open or list(self.last))}"
-        if not coupling and not self.open:
+        inputs = f"the input of {_join_names(self.uncentred or list(self.last))}"
+        if not coupling and not self.uncentred:
             return f"{self.mean} = 0 in {inputs}"
         if not coupling:
             return f"activations average to 0 over v, although {inputs} is not centred"
-        if not self.open and self.biased:
+        if not self.uncentred and self.biased:
             return f"the shared bias of {_join_names(list(self.biased))} couples members"
-        if not self.open:
+        if not self.uncentred:
             names = _join_names(list(self.last))
             return f"members share what follows {names}, although E[u] = 0 there"
-        if all(self.last[name] is None for name in self.open):
+        if all(self.last[name] is None for name in self.uncentred):
             return f"{inputs} is not modulated by u, so nothing there averages to 0"
         return f"{self.mean} ≠ 0 in {inputs} (overlap {self._overlap_of_last():.3g})"
 
@@ -310,7 +317,7 @@ class Structure:
                 yield torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def _overlap_of_last(self) -> float:
-        laws = [self.last[name] for name in self.open]
+        laws = [self.last[name] for name in self.uncentred]
         return math.prod(law.overlap for law in laws if law is not None)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from embens.theory.activation_step import LINEAR
 from embens.theory.moments import MEASURE, PAIRS, Recorded, State
-from embens.theory.streams import Stream, multiply_streams, settled
+from embens.theory.streams import Stream, multiply_streams, settle_parts
 
 Mask = Callable[[Tensor], Tensor]
 """A function of the scores ``(n, token, token)``, such as one that fills entries with -inf."""
@@ -114,8 +114,8 @@ def score(queries: Stream, keys: Stream) -> Scores:
     Raises:
         ValueError: If queries and keys are correlated, or not tokens.
     """
-    queries = settled(queries)
-    keys = settled(keys.at(queries.depth))
+    queries = settle_parts(queries)
+    keys = settle_parts(keys.at(queries.depth))
     if len(queries.parts) != 1 or len(keys.parts) != 1:
         raise ValueError(f"attention of a concatenation has no rule. {MEASURE}")
     query, key = queries.parts[0].state, keys.parts[0].state

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from embens.theory.activation_step import settle
 from embens.theory.moments import MEASURE, Moments, State
 
-Combine = Callable[[Tensor | None, Tensor | None], Tensor | None]
+Rule = Callable[[Moments, Moments], Moments]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Stream:
         return self.map(lambda state: state.replace(depth=depth))
 
 
-def settled(stream: Stream) -> Stream:
+def settle_parts(stream: Stream) -> Stream:
     """Apply pending modulations of all parts, one record after another."""
     parts = []
     depth = stream.depth
@@ -79,27 +79,26 @@ def settled(stream: Stream) -> Stream:
     return Stream(tuple(parts), stream.name).at(depth)
 
 
-def merged(stream: Stream) -> State:
+def average_parts(stream: Stream) -> State:
     """Return the average of the parts of a stream, weighted by their widths."""
     if len(stream.parts) == 1:
         return stream.parts[0].state
-    stream = settled(stream)
+    stream = settle_parts(stream)
     total = sum(part.width for part in stream.parts)
     average: State | None = None
     for part in stream.parts:
-        share = scaled(part.state, part.width / total)
+        share = scale_kernels(part.state, part.width / total)
         if average is None:
             average = share
         else:
-            average = _combined(average, share, _sum)
+            average = _sum_states(average, share)
     assert average is not None
     return average.replace(gaussian=False)
 
 
-def scaled(state: State, factor: float) -> State:
+def scale_kernels(state: State, factor: float) -> State:
     """Return the kernels times a factor."""
-    after = state.map(lambda kernel: kernel * factor)
-    return after.replace(trained_scale=state.trained_scale)
+    return state.map(lambda kernel: kernel * factor)
 
 
 def add_streams(first: Stream, second: Stream) -> Stream:
@@ -108,8 +107,8 @@ def add_streams(first: Stream, second: Stream) -> Stream:
     Raises:
         ValueError: If the streams are correlated or have different shapes.
     """
-    first = settled(first)
-    second = settled(second.at(first.depth))
+    first = settle_parts(first)
+    second = settle_parts(second.at(first.depth))
 
     def add(a: State, b: State) -> State:
         _require_independence(a, b, f"the sum of {first.name!r} and {second.name!r}")
@@ -119,13 +118,13 @@ def add_streams(first: Stream, second: Stream) -> Stream:
                 "means, which are correlated. End one of them in a Linear or a convolution. "
                 + MEASURE
             )
-        state = _combined(a, b, _sum)
+        state = _sum_states(a, b)
         return state.replace(
             gaussian=a.gaussian and b.gaussian,
             centred=a.centred and b.centred,
         )
 
-    return _aligned(first, second, add)
+    return _combine_parts(first, second, add)
 
 
 def multiply_streams(first: Stream, second: Stream) -> Stream:
@@ -134,15 +133,15 @@ def multiply_streams(first: Stream, second: Stream) -> Stream:
     Raises:
         ValueError: If the streams have layers in common or different shapes.
     """
-    first = settled(first)
-    second = settled(second.at(first.depth))
+    first = settle_parts(first)
+    second = settle_parts(second.at(first.depth))
 
     def multiply(a: State, b: State) -> State:
         _require_independence(a, b, f"the product of {first.name!r} and {second.name!r}")
-        state = _combined(a, b, None)
+        state = _multiply_states(a, b)
         return state.replace(gaussian=False, centred=a.centred or b.centred)
 
-    return _aligned(first, second, multiply)
+    return _combine_parts(first, second, multiply)
 
 
 def concatenate(streams: list[Stream]) -> Stream:
@@ -177,7 +176,9 @@ def split_stream(stream: Stream, widths: list[int]) -> list[Stream]:
     return pieces
 
 
-def _aligned(first: Stream, second: Stream, function: Callable[[State, State], State]) -> Stream:
+def _combine_parts(
+    first: Stream, second: Stream, function: Callable[[State, State], State]
+) -> Stream:
     depth = max(first.depth, second.depth)
     if [part.width for part in first.parts] != [part.width for part in second.parts]:
         raise ValueError(
@@ -234,31 +235,20 @@ def _times(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return first * second
 
 
-def _product_of(a: Moments, b: Moments) -> Moments:
-    ntk = _sum(_times(a.ntk, b.nngp), _times(a.nngp, b.ntk))
-    return Moments(_times(a.nngp, b.nngp), ntk)
+def _combine_states(a: State, b: State, rule: Rule, individual: Tensor | None) -> State:
+    """Return the state of a sum or a product of units.
 
-
-def _combined(a: State, b: State, rule: Combine | None) -> State:
-    """Return the state of a sum (``rule`` adds kernels) or a product (None)."""
-
-    def combine(first: Moments, second: Moments) -> Moments:
-        if rule is None:
-            return _product_of(first, second)
-        return Moments(rule(first.nngp, second.nngp), rule(first.ntk, second.ntk))
-
-    if rule is None:
-        individual = _sum(
-            _times(a.individual, b.same.nngp),
-            _times(a.same.nngp, b.individual),
-        )
-    else:
-        individual = rule(a.individual, b.individual)
+    Args:
+        a: Kernels of the first units.
+        b: Kernels of the second units.
+        rule: The rule of the operation for kernels within or between members.
+        individual: Tangent kernel of individual parameters after the operation.
+    """
     cross = None
     if a.cross is not None or b.cross is not None:
-        cross = cache(lambda: combine(a.crossed, b.crossed))
+        cross = cache(lambda: rule(a.crossed, b.crossed))
     return a.replace(
-        same=combine(a.same, b.same),
+        same=rule(a.same, b.same),
         cross=cross,
         individual=individual,
         depth=max(a.depth, b.depth),
@@ -266,3 +256,22 @@ def _combined(a: State, b: State, rule: Combine | None) -> State:
         uneven_tangents=a.uneven_tangents or b.uneven_tangents,
         sources=a.sources | b.sources,
     )
+
+
+def _sum_states(a: State, b: State) -> State:
+    def rule(first: Moments, second: Moments) -> Moments:
+        return Moments(_sum(first.nngp, second.nngp), _sum(first.ntk, second.ntk))
+
+    return _combine_states(a, b, rule, _sum(a.individual, b.individual))
+
+
+def _multiply_states(a: State, b: State) -> State:
+    def rule(first: Moments, second: Moments) -> Moments:
+        ntk = _sum(_times(first.ntk, second.nngp), _times(first.nngp, second.ntk))
+        return Moments(_times(first.nngp, second.nngp), ntk)
+
+    individual = _sum(
+        _times(a.individual, b.same.nngp),
+        _times(a.same.nngp, b.individual),
+    )
+    return _combine_states(a, b, rule, individual)

@@ -44,7 +44,7 @@ from embens.theory.streams import (
     add_streams,
     concatenate,
     multiply_streams,
-    scaled,
+    scale_kernels,
     split_stream,
 )
 
@@ -92,7 +92,7 @@ _MODULES: dict[Any, type[nn.Module]] = {
 """Functions and methods of tensors, and the modules whose rules they have."""
 
 
-class Concrete(NamedTuple):
+class InputPair(NamedTuple):
     """A value that depends on the inputs alone, for both sets of inputs."""
 
     first: Any
@@ -180,7 +180,7 @@ class Operations:
     def _arithmetic(self, node: torch.fx.Node, args: list[Any]) -> Stream:
         target: Any = node.target
         first, second = args[0], args[1]
-        if isinstance(first, Concrete) or isinstance(second, Concrete):
+        if isinstance(first, InputPair) or isinstance(second, InputPair):
             raise TypeError(
                 f"{node.name!r} combines a stream with the inputs, which have finitely many units. "
                 f"Apply a Linear or a convolution to them first. {MEASURE}"
@@ -198,7 +198,7 @@ class Operations:
             if stream is second:
                 raise no_rule(node)
             number = 1 / number
-        return stream.map(lambda state: scaled(state, number**2))
+        return stream.map(lambda state: scale_kernels(state, number**2))
 
     def _scores(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Apply the rule of scores: scaling, a mask, their softmax, or linear attention."""
@@ -372,7 +372,7 @@ def mixes_pixels_anywhere(nodes: list[torch.fx.Node], network: nn.Module) -> boo
 
 def _constant(value: Any) -> Any:
     """Return a value of both sets of inputs as one where it does not depend on them."""
-    if not isinstance(value, Concrete):
+    if not isinstance(value, InputPair):
         return value
     first, second = value
     if isinstance(first, Tensor):

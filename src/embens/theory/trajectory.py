@@ -43,6 +43,17 @@ class GradientFlow:
         members: Number of members.
         gamma: Gradient scale that was used.
         jitter: Number added to the diagonal of both modes' kernels.
+
+    Example:
+        >>> from embens import batch_ensemble, networks
+        >>> from embens.theory import gradient_flow, kernels
+        >>> ensemble = batch_ensemble(networks.mlp(2, 8, depth=1), members=4)
+        >>> k = kernels(ensemble, torch.eye(2))
+        >>> flow = gradient_flow(k, k, k, torch.tensor([1.0, -1.0]), members=4)
+        >>> flow.mean(torch.tensor([0.0, 1.0])).shape, flow.variance(1.0).shape
+        (torch.Size([2, 2]), torch.Size([2]))
+        >>> flow.sample(1.0, draws=3).shape
+        torch.Size([3, 4, 2])
     """
 
     modes: PerMode[Mode]
@@ -57,6 +68,10 @@ class GradientFlow:
 
         Args:
             t: Time, or a vector of times.
+
+        Returns:
+            Means ``(test, …)`` with the output axes of the targets; for a vector
+            ``(time, test, …)``.
         """
         targets = self._flat_targets()
         outputs = self._at(t, lambda gains: self.modes.mean.respond(gains.mean, targets))
@@ -67,6 +82,9 @@ class GradientFlow:
 
         Args:
             t: Time, or a vector of times.
+
+        Returns:
+            Variances ``(test,)``; for a vector ``(time, test)``.
         """
         self._require_prior("variance")
         mean, deviation = self.modes
@@ -84,6 +102,9 @@ class GradientFlow:
 
         Args:
             t: Time, or a vector of times.
+
+        Returns:
+            Variances ``(test,)``; for a vector ``(time, test)``.
         """
         self._require_prior("ensemble_variance")
         return self._at(t, lambda gains: self.modes.mean.variance(gains.mean))
@@ -95,6 +116,9 @@ class GradientFlow:
 
         Args:
             t: Time, or a vector of times.
+
+        Returns:
+            Spreads ``(test,)``; for a vector ``(time, test)``.
         """
         self._require_prior("diversity")
         share = 1 - 1 / self.members
@@ -111,6 +135,9 @@ class GradientFlow:
 
         Args:
             t: Time.
+
+        Returns:
+            The kernel with blocks ``(test, test)``.
         """
         mean, deviation = self._covariances(t, "covariance")
         cross = mean - deviation / self.members
@@ -130,14 +157,14 @@ class GradientFlow:
             test: Test outputs before training, ``(member, test, …)``.
 
         Returns:
-            Test outputs ``(member, test, …)``.
+            Test outputs ``(member, test, …)``; for a vector ``(time, member, test, …)``.
 
         Raises:
             ValueError: If a shape does not fit.
         """
         mean, deviation = self.modes
         self._check_outputs("train", train, len(mean.basis))
-        self._check_outputs("test", test, len(mean.carry))
+        self._check_outputs("test", test, len(mean.test_train))
         flat_train = train.to(self.targets).reshape(*train.shape[:2], -1)
         ensemble_mean = flat_train.mean(0)
         targets = self._flat_targets()
@@ -189,7 +216,7 @@ class GradientFlow:
         return PerMode(self.modes.mean.rank, self.modes.deviation.rank)
 
     def __repr__(self) -> str:
-        train, test = len(self.targets), len(self.modes.mean.carry)
+        train, test = len(self.targets), len(self.modes.mean.test_train)
         rate = "" if self.rate is None else f", rate={self.rate:g}"
         return (
             f"GradientFlow(members={self.members}, gamma={self.gamma:g}{rate}, train={train}, "

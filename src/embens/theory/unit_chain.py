@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from embens.theory import activations
 from embens.theory.limit import Limit
 from embens.theory.moments import MEASURE, PAIRS, Moments, Pass, State, describe
-from embens.theory.pixels import AVERAGES, open_inputs, pixel_map
+from embens.theory.pixels import AVERAGES, kernel_of_inputs, pixel_map
 from embens.theory.placement import SHARED, Modulation
 from embens.theory.recursion import has_rule, propagate
 from embens.theory.unit_noise import Sensitivities, unit_variance
@@ -204,7 +204,7 @@ class InterferingChain:
 
         def gram(a: Tensor, b: Tensor) -> Tensor:
             state = State(Moments(), inputs=(a, b), poolings=ALL_PAIRS, facts=_PAIRED)
-            return open_inputs(first_layer, state).covariance
+            return kernel_of_inputs(first_layer, state).covariance
 
         first, second, between = gram(x1, x1), gram(x2, x2), gram(x1, x2)
         zeros = [torch.zeros_like(kernel) for kernel in (first, second, between)]

@@ -1,16 +1,17 @@
 r"""Variance that one unit of a hidden layer adds to a kernel between two members.
 
-A unit with pre-activations :math:`z, z'` of the inputs :math:`x, x'`, modulations :math:`v, v', u,
-u'` of the members :math:`a, b` and gradients :math:`e, e'` with respect to its outputs adds
+Member :math:`a` has the input :math:`x`, member :math:`b` the input :math:`x'`. Their units have
+pre-activations :math:`z_a, z_b`, modulations :math:`v_a, v_b, u_a, u_b`, and gradients :math:`e_a,
+e_b` of the network's output by the unit's output. The unit adds
 
 .. math::
-    Y = u^2\, \phi^\top A_a \phi + u'^2\, \phi'^\top A_b \phi'
-        + u u' \big(\phi^\top A_{ab} \phi' + e^\top B e'\big), \qquad
-    B_{pp'} = \Theta_{pp'}\, \psi_p \psi'_{p'} .
+    Y = u_a^2\, \phi_a^\top A_a \phi_a + u_b^2\, \phi_b^\top A_b \phi_b
+        + u_a u_b \big(\phi_a^\top A_{ab} \phi_b + e_a^\top B e_b\big), \qquad
+    B_{pq} = \Theta_{pq}\, \psi_{a,p} \psi_{b,q} .
 
-Vectors are over pixels, with one entry in a perceptron; :math:`\phi = \phi(v z)` and :math:`\psi =
-v\, \phi'(v z)`. The gradients are normal and independent of the rest, with covariances :math:`D_a,
-D_b, D_{ab}`, so their moments are known in closed form.
+Vectors are over pixels, with one entry in a perceptron; :math:`\phi_a = \phi(v_a z_a)` and
+:math:`\psi_a = v_a\, \phi'(v_a z_a)`. The gradients are normal and independent of the rest, with
+covariances :math:`D_a, D_b, D_{ab}`, so their moments are known in closed form.
 """
 
 from __future__ import annotations

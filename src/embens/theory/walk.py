@@ -19,10 +19,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from embens.theory.missing_rules import line_of, with_line
 from embens.theory.moments import MEASURE, Moments, State, describe
-from embens.theory.recursion import has_rule, propagate, unknown
+from embens.theory.recursion import has_rule, propagate, unknown_limit
 from embens.theory.scores import Scores, Weights
-from embens.theory.streams import Part, Stream, merged
-from embens.theory.tensor_rules import Concrete, Operations
+from embens.theory.streams import Part, Stream, average_parts
+from embens.theory.tensor_rules import InputPair, Operations
 
 ALL_PAIRS = 10**9
 """Number of poolings to come that keeps all pairs of pixels."""
@@ -60,7 +60,7 @@ class Walk:
         try:
             graph = _RuleTracer().trace(network)
         except Exception as error:
-            raise unknown(network, "") from error
+            raise unknown_limit(network, "") from error
         self.network = network
         self.nodes = list(graph.nodes)
         self.layers: list[tuple[str, nn.Module]] = []
@@ -89,7 +89,7 @@ class Walk:
         """Raise where a layer has no rule, or is used twice."""
         has_state = isinstance(module, _NormBase) or list(module.parameters())
         if has_state and not has_rule(module):
-            raise TypeError(f"{unknown(module, str(node.target))}{line_of(node)}")
+            raise TypeError(f"{unknown_limit(module, str(node.target))}{line_of(node)}")
         if any(module is used for _, used in self.layers) and list(module.parameters()):
             raise TypeError(
                 f"{describe(module, str(node.target))} is used twice, so its outputs are "
@@ -140,7 +140,7 @@ class Walk:
         depth = 0
         for node in self.nodes:
             if node.op == "placeholder":
-                values[node] = Concrete(*state.inputs)
+                values[node] = InputPair(*state.inputs)
                 continue
             args = torch.fx.map_arg(node.args, values.__getitem__)
             kwargs = torch.fx.map_arg(node.kwargs, values.__getitem__)
@@ -148,7 +148,7 @@ class Walk:
                 result = args[0]
                 if not isinstance(result, Stream):
                     raise TypeError(f"the forward must return one tensor; got {result!r}.")
-                return merged(result)
+                return average_parts(result)
             try:
                 values[node] = self._value(node, args, kwargs, state, depth)
             except (TypeError, ValueError) as error:
@@ -177,13 +177,13 @@ class Walk:
             return self.operations.apply_module(node, module, value)
         if isinstance(value, Tensor):  # does not depend on the inputs, such as positions
             assert start.inputs is not None
-            value = Concrete(*[value.expand(len(x), *value.shape) for x in start.inputs])
+            value = InputPair(*[value.expand(len(x), *value.shape) for x in start.inputs])
         if not isinstance(value, Stream) and not is_layer:
             if isinstance(module, _NormBase) or any(True for _ in module.parameters()):
-                raise unknown(module, path)
-            return Concrete(*[module(part) for part in value])
+                raise unknown_limit(module, path)
+            return InputPair(*[module(part) for part in value])
         if not has_rule(module):
-            raise unknown(module, path)
+            raise unknown_limit(module, path)
         if not isinstance(value, Stream):
             state = start.replace(inputs=tuple(value), depth=depth, path=path)
             after = propagate(module, state)
@@ -194,7 +194,7 @@ class Walk:
                     f"{describe(module, path)} acts on every head with the same weights, which has "
                     f"no rule. Join the heads before it. {MEASURE}"
                 )
-            after = propagate(module, merged(value).replace(path=path))
+            after = propagate(module, average_parts(value).replace(path=path))
             return Stream((Part(after, self._width(node, after)),), path)
         if len(value.parts) > 1 and module.__class__.__name__.endswith("Norm"):
             raise TypeError(f"{describe(module, path)} of a concatenation has no rule. {MEASURE}")
@@ -214,7 +214,7 @@ class Walk:
 
         def of(index: int) -> Any:
             def choose(value: Any) -> Any:
-                return value[index] if isinstance(value, Concrete) else value
+                return value[index] if isinstance(value, InputPair) else value
 
             chosen_args = _map(args, choose)
             chosen_kwargs = _map(kwargs, choose)
@@ -225,8 +225,8 @@ class Walk:
             assert callable(node.target)
             return node.target(*chosen_args, **chosen_kwargs)
 
-        if any(isinstance(value, Concrete) for value in _flat([*args, *kwargs.values()])):
-            return Concrete(of(0), of(1))
+        if any(isinstance(value, InputPair) for value in _flat([*args, *kwargs.values()])):
+            return InputPair(of(0), of(1))
         return of(0)
 
 
@@ -236,7 +236,7 @@ def start_state(inputs: tuple[Tensor, Tensor], poolings: int, facts: Any) -> Sta
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Concrete):
+    if isinstance(value, InputPair):
         return function(value)
     if isinstance(value, tuple | list):
         return type(value)(_map(part, function) for part in value)
@@ -248,7 +248,7 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 def _flat(values: Any) -> list[Any]:
     flat = []
     for value in values:
-        if isinstance(value, list | tuple) and not isinstance(value, Concrete):
+        if isinstance(value, list | tuple) and not isinstance(value, InputPair):
             flat.extend(_flat(value))
         else:
             flat.append(value)
