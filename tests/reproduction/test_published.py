@@ -22,7 +22,7 @@ PUBLISHED = sorted(path.parent for path in FOLDER.rglob("manifest.json"))
 
 
 NOT_RUN = {"compare"}
-"""Experiments whose results are not published yet."""
+"""Experiments without published results at `quick`."""
 SHORT = {("gain", "quick"), ("widths", "earlier")}
 """Tables with pooled residuals that are judged fast enough for every run of the tests."""
 
