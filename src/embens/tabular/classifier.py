@@ -193,7 +193,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
             coverage: the probability, between 0 and 1.
 
         Returns:
-            Boolean ``(row, class)``; for several labels a list, each with its own guarantee.
+            Boolean ``(row, class)``; for several labels a list, each with a separate guarantee.
 
         Example:
             >>> from sklearn.datasets import load_iris

@@ -10,7 +10,7 @@ that first appear at prediction, share the category *rare*. Missing is a categor
 
 **Target statistics.** A column with many categories also has numeric inputs: the mean target of the
 row's category, shrunk towards the overall mean, and the frequency of the category. Training rows
-never see their own target: they are assigned to folds, and a row uses the statistics of the other
+never see their target: they are assigned to folds, and a row uses the statistics of the other
 folds. (scikit-learn's ``TargetEncoder`` does the same without sample weights.)
 """
 

@@ -1,4 +1,4 @@
-r"""Head of numbers: each member predicts a few Gaussians of equal weight.
+r"""Regression head: each member predicts a few Gaussians of equal weight.
 
 ========== ================== ==================================================================
 loss       Gaussians          outputs for each target

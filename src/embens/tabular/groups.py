@@ -1,4 +1,4 @@
-"""Cross-fitting: groups of members, each with its own held-out fold.
+"""Cross-fitting: groups of members, each with a separate held-out fold.
 
 With ``folds=K`` the rows are divided into K folds and the members into K groups. A group is an
 embedded ensemble that is trained on all folds but one. The fold that it has not seen decides when

@@ -68,7 +68,7 @@ class Fitted:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the numbers that the network takes."""
+        """Floating-point type of the network and its inputs."""
         return next(self.ensemble.parameters()).dtype
 
 

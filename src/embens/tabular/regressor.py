@@ -259,7 +259,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
 
         Returns:
             Lower and upper end, ``(row, 2)``; for several targets ``(row, 2, target)``, each with
-            its own guarantee.
+            a separate guarantee.
 
         Example:
             >>> from sklearn.datasets import load_diabetes

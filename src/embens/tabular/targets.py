@@ -2,7 +2,7 @@ r"""Heads: how a target is represented, trained, scored, calibrated and predicte
 
 A head is the likelihood of an estimator. It converts the target to a tensor, is the training
 criterion of one member and the validation metric of the ensemble, and turns network outputs into
-predictions. This file has the contract and the head of classes. The head of numbers is in
+predictions. This file has the contract and the head of classes. The regression head is in
 :mod:`embens.tabular.gaussians`.
 
 Outputs are ``(member, row, output)``. Target tensors are ``(row, target + 1)``; their last column
