@@ -55,7 +55,7 @@ def check_ensemble(ensemble: Any) -> None:
     source = "it" if isinstance(ensemble, nn.Module) else "a network"
     raise TypeError(
         f"expected an ensemble, got {type(ensemble).__name__}. Make one from {source}: "
-        "embens.batch_ensemble(net, 8)."
+        "embens.batch_ensemble(net, 4)."
     )
 
 
