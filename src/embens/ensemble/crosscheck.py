@@ -2,9 +2,9 @@
 
 torch.fx runs the user's code once, with symbols in the place of tensors. Python code can treat a
 symbol differently from a tensor in more ways than can be listed. So the first call of each folded
-form runs one member twice, folded (next to another member, unless it draws random numbers) and as a
-plain network. If the outputs differ by more than rounding, the ensemble runs merged. A call that says nothing leaves the
-comparison to the next one.
+form runs one member twice, folded (with another member, unless it draws random numbers) and as a
+plain network. If the outputs differ by more than rounding, the ensemble runs merged. A call that
+says nothing leaves the comparison to the next one.
 """
 
 import threading
