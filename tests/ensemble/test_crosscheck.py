@@ -211,10 +211,10 @@ def test_threads_wait_for_the_comparison(monkeypatch):
 
     compare, started, finish = crosscheck.find_difference, threading.Event(), threading.Event()
 
-    def slowly(*args):
+    def slowly(*args, **kwargs):
         started.set()
         finish.wait(10)
-        return compare(*args)
+        return compare(*args, **kwargs)
 
     monkeypatch.setattr(crosscheck, "find_difference", slowly)
     ensemble, x = embed(MISREAD["identity of sizes"]), torch.randn(5, 6)
@@ -231,3 +231,22 @@ def test_threads_wait_for_the_comparison(monkeypatch):
     expected = ensemble.member(0)(x)
     for output in outputs:
         torch.testing.assert_close(output[0], expected)
+
+
+class Meeting(Network):
+    """Adds two rows of each sample to one, which broadcasts in a batch of one sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return h.view(-1, 3) + h[:, :3]
+
+
+@pytest.mark.parametrize("batch", ["same", "own"])
+def test_rows_of_two_members_are_compared(batch):
+    torch.manual_seed(0)
+    ensemble = embens.embed(Meeting().eval(), members=3, pre=laws.Normal(), sites=["first"])
+    x = torch.randn(1, 6)
+    inputs = x.expand(3, 1, 6) if batch == "own" else x
+    outputs = ensemble(inputs, batch=batch)
+    for a in range(3):
+        torch.testing.assert_close(outputs[a], ensemble.member(a)(x))

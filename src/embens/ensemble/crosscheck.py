@@ -2,9 +2,9 @@
 
 torch.fx runs the user's code once, with symbols in the place of tensors. Python code can treat a
 symbol differently from a tensor in more ways than can be listed. So the first call of each folded
-form runs one member twice, folded and as a plain network, with the same random numbers. If the
-outputs differ by more than rounding, the ensemble runs merged. A call that says nothing leaves the
-comparison to the next one.
+form runs one member twice, folded (with another member, unless it draws random numbers) and as a
+plain network. If the outputs differ by more than rounding, the ensemble runs merged. A call that
+says nothing leaves the comparison to the next one.
 """
 
 import threading
@@ -71,7 +71,13 @@ def check_folding(
         try:
             assert folding.folded is not None
             difference = find_difference(
-                ensemble, folding.folded, inputs, kwargs, arguments, precision
+                ensemble,
+                folding.folded,
+                inputs,
+                kwargs,
+                arguments,
+                precision,
+                per_member=per_member,
             )
         except _Undecided as undecided:
             if undecided.reason:
@@ -106,10 +112,14 @@ def find_difference(
     kwargs: dict[str, Any],
     arguments: Sequence[Tensor],
     precision: torch.dtype | None,
+    *,
+    per_member: bool = False,
 ) -> str:
-    """Return how the first member differs between its folded form and a plain network.
+    """Return how a member differs between its folded form and a plain network.
 
-    The ensemble, the inputs and the random generators stay unchanged.
+    It is the second of two members, whose rows must not meet. If the code draws random numbers, it
+    is folded alone, as two members would draw others. The ensemble, the inputs and the random
+    generators stay unchanged.
 
     Args:
         ensemble: the ensemble.
@@ -118,6 +128,7 @@ def find_difference(
         kwargs: keyword arguments.
         arguments: the tensors among them, as the folded form takes them.
         precision: type of operations under autocast.
+        per_member: whether the folded form takes arguments with the rows of all members.
 
     Returns:
         A sentence; empty if the outputs agree.
@@ -134,12 +145,14 @@ def find_difference(
     with _disable_current_modes(), _unchanged_generators(tensors) as generators:
         if generator_state is not None:
             ensemble.generator_state = generator_state.clone()
-        values = {name: stack[:1] for name, stack in ensemble.sample_values().items()}
+        a = min(ensemble.members, 2) - 1
+        values = {name: stack[: a + 1] for name, stack in ensemble.sample_values().items()}
         ensemble.generator_state = generator_state
         seed = int(torch.randint(2**31, ()))
         marks = [mark_of(tensor) for tensor in state]
-        plain = _plain_network(ensemble, values)
+        plain = _plain_network(ensemble, a, values)
         _seed(generators, seed)
+        seeded = [generator.get_state() for generator in generators]
         args, named = private_arguments(inputs, kwargs)
         try:
             expected = _detach(plain(*args, **named))
@@ -147,9 +160,15 @@ def find_difference(
             raise _Undecided(f"a plain member raises {type(error).__name__}") from error
         if marks != [mark_of(tensor) for tensor in state]:
             return "its code changes a parameter"
+        count = a + 1
+        if not all(map(torch.equal, seeded, [generator.get_state() for generator in generators])):
+            count = 1
+            values = {name: stack[a:] for name, stack in values.items()}
+        if per_member:
+            arguments = [torch.cat([x] * count) for x in arguments]
         _seed(generators, seed)
         try:
-            outputs = _detach(_run_folded(folded, state, values, arguments))
+            outputs = _detach(_run_folded(folded, count, state, values, arguments))
         except Exception as error:  # torch.fx has misread the code
             return f"its folded form raises {type(error).__name__}"
         return _compare(outputs, expected, precision)
@@ -187,26 +206,27 @@ def _seed(generators: Iterable[torch.Generator], seed: int) -> None:
         generator.manual_seed(seed)
 
 
-def _plain_network(ensemble: "EmbeddedEnsemble", values: dict[str, Tensor]) -> nn.Module:
-    """Return the first member as a plain network that shares memory with the ensemble."""
-    member_values = {name: stack[0].detach() for name, stack in values.items()}
+def _plain_network(ensemble: "EmbeddedEnsemble", a: int, values: dict[str, Tensor]) -> nn.Module:
+    """Return a member as a plain network that shares memory with the ensemble."""
+    member_values = {name: stack[a].detach() for name, stack in values.items()}
     spec, reference = ensemble.spec, ensemble.reference
     with torch.no_grad():
         computed = computed_tensors(reference)
         tensors = member_tensors(reference, ensemble.layers, spec, member_values, computed)
         scales = modulations_by_layer(spec, member_values)
-        attributes = ensemble.merged.member_attributes()[0]
+        attributes = ensemble.merged.member_attributes()[a]
         tensors = {**computed, **tensors}
         return plain_network(ensemble, tensors, scales, attributes, share_parameters=True)
 
 
 def _run_folded(
     folded: Folded,
+    count: int,
     state: Sequence[Tensor],
     values: dict[str, Tensor],
     arguments: Sequence[Tensor],
 ) -> Any:
-    """Return the outputs of the first member, with a member axis, without a trace of the pass."""
+    """Return the outputs of some members, members first, without a trace of the pass."""
     tensors = []
     for tensor in state:
         # Parameters may be large and do not change; buffers may.
@@ -214,7 +234,7 @@ def _run_folded(
         tensors.append(_leaf(tensor) if is_parameter else _copy(tensor))
     shared = folded.prefix.forward(*tensors, *[_copy(tensor) for tensor in arguments])
     member_values = [_copy(values[name]) for name in folded.values]
-    return folded.suffix.forward(1, *shared, *tensors, *member_values)
+    return folded.suffix.forward(count, *shared, *tensors, *member_values)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -244,7 +264,7 @@ def _compare(outputs: Any, expected: Any, precision: torch.dtype | None) -> str:
     for output, expected_output in zip(leaves, expected_leaves, strict=True):
         if not isinstance(output, Tensor) or not isinstance(expected_output, Tensor):
             continue
-        output = output[0]
+        output = output[-1]
         if output.shape != expected_output.shape or output.dtype != expected_output.dtype:
             return "its folded form has outputs of another shape or type"
         if not _agree(output, expected_output, precision):
