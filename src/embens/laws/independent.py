@@ -4,12 +4,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import final
 
 import torch
 from torch import Tensor
 
-from embens.checks import check_number
 from embens.laws.law import QUADRATURE_NODES, Law
 
 
@@ -427,9 +427,16 @@ def check_field(
         TypeError: if the value is not a real number.
         ValueError: if the value is NaN, infinite or not valid.
     """
-    place = f"{type(law).__name__}: {name}"
-    number = check_number(place, getattr(law, name), expected, valid)
-    object.__setattr__(law, name, number)  # the dataclass is frozen
+    value = getattr(law, name)
+    number = value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        number = value.item()
+    message = f"{type(law).__name__}: {name} must be {expected}, got {value!r}."
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(message)
+    if not math.isfinite(number) or not valid(float(number)):
+        raise ValueError(message)
+    object.__setattr__(law, name, float(number))  # the dataclass is frozen
 
 
 def check_signed_unit(law: Law, name: str) -> None:
