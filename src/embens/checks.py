@@ -71,6 +71,12 @@ def check_whole(name: str, value: Any, least: int = 1) -> int:
 def check_members(members: Any) -> int:
     """Check the number of members, a positive integer.
 
+    Args:
+        members: the number.
+
+    Returns:
+        The number as a Python ``int``.
+
     Example:
         >>> check_members(8)
         8
@@ -329,6 +335,9 @@ def short_repr(self: Any) -> str:
 
     Args:
         self: a dataclass instance; assign the function to ``__repr__`` of its class.
+
+    Returns:
+        Text such as ``Grams(values=(4, 4))``.
     """
     parts = []
     for field in fields(self):

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from embens import checks, metrics, mixtures, uncertainty
+from embens import checks, mixtures, uncertainty
 from embens.differences import Comparison, paired_differences
 from embens.ensemble import EmbeddedEnsemble
 from embens.evaluation import classification_scores, infer_task, match_shape, run_labelled
 from embens.families import independent
-from embens.logits import log_mean_probability
+from embens.logits import check_labelled, log_mean_probability
 from embens.losses import Criterion, gaussian_nll, ignored_label, logits_of
 from embens.prediction import Prediction, Task
 from embens.training import Checkpoint, Divergence, History, fit
@@ -174,6 +174,7 @@ def _check_candidate(
 
 
 def _as_tuple(inputs: Any) -> tuple[Any, ...]:
+    """Return inputs as the leading elements of a batch: a tuple, or one tensor or dict."""
     if isinstance(inputs, tuple):
         return inputs
     return (inputs,)
@@ -181,7 +182,9 @@ def _as_tuple(inputs: Any) -> tuple[Any, ...]:
 
 def _equal_compute(candidates: Mapping[str, Candidate], train: Any, epochs: int) -> dict[str, int]:
     """Return the number of epochs of each candidate for the same floating-point operations."""
-    costs = {name: _step_cost(_build(each, 0), train) for name, each in candidates.items()}
+    costs = {}
+    for name, candidate in candidates.items():
+        costs[name] = _step_cost(_build(candidate, seed=0), train)
     largest = max(costs.values())
     epochs_of = {}
     for name, cost in costs.items():
@@ -316,7 +319,7 @@ def _row_values(
     task = _task_of(criterion, outputs, target)
     if task != "classification":
         return _regression_values(Prediction(outputs, task), target)
-    metrics.nll(outputs, target)  # checks shapes and labels
+    check_labelled(outputs, target)
     target = target.to(outputs.device)
     is_correct = outputs.mean(0).argmax(-1) == target
     probabilities = outputs.softmax(-1).mean(0)

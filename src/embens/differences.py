@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LEVEL = 0.95
 """Probability of the intervals."""
+LEAST_NAME_WIDTH = 7  # characters of the first column of a table
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Difference:
         value: mean over test rows and seeds of the candidate's value minus the baseline's.
         low: lower end of the interval.
         high: upper end of the interval.
+
+    Example:
+        >>> gain = Difference("batch", "one", "accuracy", 0.25, 0.125, 0.375)
+        >>> gain.low > 0
+        True
     """
 
     candidate: str
@@ -95,37 +101,55 @@ class Comparison:
         return f"{text}\n\n{heading}\n{self._difference_table()}"
 
     def _difference_table(self) -> str:
-        columns = list(dict.fromkeys(each.metric for each in self.differences))
+        """Return the differences as text, with a row per candidate and a column per metric."""
+        metrics = list(dict.fromkeys(difference.metric for difference in self.differences))
         rows: dict[str, list[str]] = {}
-        for each in self.differences:
-            cells = rows.setdefault(each.candidate, [each.candidate])
-            cells.append(f"{each.value:+.3g} [{each.low:+.3g}, {each.high:+.3g}]")
-        return _text_table(["", *columns], list(rows.values()))
+        for difference in self.differences:
+            cells = rows.setdefault(difference.candidate, [difference.candidate])
+            interval = f"[{difference.low:+.3g}, {difference.high:+.3g}]"
+            cells.append(f"{difference.value:+.3g} {interval}")
+        return _text_table(["", *metrics], list(rows.values()))
 
     def to_pandas(self, table: Literal["scores", "differences"] = "scores") -> pandas.DataFrame:
         """Return one of the two tables as a data frame.
 
         Args:
-            table: "scores" (one row per candidate) or "differences".
+            table: "scores" (one row per candidate) or "differences" (one row per candidate and
+                metric).
+
+        Returns:
+            The table; its columns are the metrics and costs, or the fields of
+            :class:`Difference`.
+
+        Raises:
+            ValueError: if there is no such table.
+
+        Example:
+            >>> result = Comparison({"one": {"accuracy": 0.5}}, [], seeds=1)
+            >>> result.to_pandas().loc["one", "accuracy"].item()
+            0.5
         """
         import pandas
 
         checks.check_choice("table", table, ("scores", "differences"))
         if table == "scores":
             return pandas.DataFrame.from_dict(self.scores, orient="index")
-        return pandas.DataFrame([asdict(each) for each in self.differences])
+        return pandas.DataFrame([asdict(difference) for difference in self.differences])
 
 
 def _text_table(header: list[str], rows: list[list[str]]) -> str:
     """Return aligned text; the first column is left-aligned."""
     lines = [header, *rows]
-    name_width = max(7, *(len(line[0]) for line in lines))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    widths = []
+    for column in range(len(header)):
+        widths.append(max(len(line[column]) for line in lines))
+    name_width = max(LEAST_NAME_WIDTH, widths[0])
     texts = []
     for line in lines:
-        cells = [line[0].ljust(name_width)]
-        for text, width in zip(line[1:], widths[1:], strict=True):
-            cells.append(text.rjust(width))
+        name, *values = line
+        cells = [name.ljust(name_width)]
+        for value, width in zip(values, widths[1:], strict=True):
+            cells.append(value.rjust(width))
         texts.append(" ".join(cells).rstrip())
     return "\n".join(texts)
 
@@ -142,7 +166,7 @@ def paired_differences(row_values: dict[str, dict[str, Tensor]]) -> list[Differe
     Example:
         >>> import torch
         >>> values = {"one": {"accuracy": torch.zeros(1, 4)}, "two": {"accuracy": torch.ones(1, 4)}}
-        >>> [(each.candidate, each.value) for each in paired_differences(values)]
+        >>> [(gain.candidate, gain.value) for gain in paired_differences(values)]
         [('two', 1.0)]
     """
     baseline, *others = row_values
@@ -165,6 +189,9 @@ def paired_interval(differences: Tensor, level: float = LEVEL) -> tuple[float, f
 
     Returns:
         Its lower and upper end, by the formula of this module.
+
+    Raises:
+        ValueError: if there are fewer than two rows.
 
     Example:
         >>> import torch
@@ -189,6 +216,7 @@ def paired_interval(differences: Tensor, level: float = LEVEL) -> tuple[float, f
     denominator = row_variance**2 / (rows - 1)
     if seeds > 1:
         denominator += seed_variance**2 / (seeds - 1)
-    degrees = variance**2 / denominator
-    half_width = float(stats.t.ppf((1 + level) / 2, degrees)) * math.sqrt(variance)
+    degrees_of_freedom = variance**2 / denominator
+    factor = float(stats.t.ppf((1 + level) / 2, degrees_of_freedom))
+    half_width = factor * math.sqrt(variance)
     return mean - half_width, mean + half_width

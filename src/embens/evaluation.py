@@ -103,6 +103,9 @@ def infer_task(outputs: Tensor, target: Tensor) -> Task:
         outputs: outputs ``(member, batch, …)``.
         target: targets ``(batch, …)``.
 
+    Returns:
+        The task.
+
     Raises:
         ValueError: if the targets are rows of class probabilities, which :func:`embens.fit` trains
             by cross-entropy.
@@ -129,6 +132,9 @@ def classification_scores(outputs: Tensor, target: Tensor) -> dict[str, float]:
         outputs: logits ``(member, batch, class)``.
         target: class indices ``(batch,)``.
 
+    Returns:
+        The scores by name; NaN where they are undefined.
+
     Example:
         >>> scores = classification_scores(torch.eye(2).expand(3, 2, 2), torch.tensor([0, 1]))
         >>> scores["accuracy"], scores["disagreement"]
@@ -142,7 +148,7 @@ def classification_scores(outputs: Tensor, target: Tensor) -> dict[str, float]:
         "member_accuracy": metrics.member_accuracy(outputs, target).mean(),
     }
     with warnings.catch_warnings():
-        # NaN says enough here.
+        # The scores are NaN where they are undefined; a warning would repeat it.
         warnings.filterwarnings("ignore", message=".* is NaN", category=RuntimeWarning)
         scores["disagreement"] = metrics.disagreement(outputs)
         scores["correctness_correlation"] = metrics.correctness_correlation(outputs, target)
@@ -158,6 +164,9 @@ def regression_scores(
         prediction: prediction with the task "regression" or "gaussian".
         target: values with the shape of ``prediction.mean``, apart from axes of length 1.
         level: nominal level of the prediction interval.
+
+    Returns:
+        The scores by name.
 
     Example:
         >>> prediction = Prediction(torch.tensor([[-1.0, 4.0], [1.0, 6.0]]), "regression")
@@ -206,6 +215,7 @@ def run_labelled(
     targets: list[Tensor] = []
 
     def inputs() -> Iterator[Any]:
+        """Yield the inputs of each batch, and keep its target."""
         dtype = floating_dtype(ensemble)
         counts = sources.count_inputs(ensemble.reference.forward)
         for batch_inputs, target in sources.labelled_batches(data, batch_size, dtype, counts):
@@ -229,6 +239,9 @@ def match_shape(target: Tensor, mean: Tensor) -> Tensor:
     Args:
         target: values ``(batch, …)``.
         mean: mean output ``(batch, …)``.
+
+    Returns:
+        The target, with the shape of the mean.
 
     Raises:
         ValueError: if they differ in other axes.

@@ -58,9 +58,12 @@ def member_losses(
         outputs = logits_of(outputs)
         criterion = default_criterion(outputs, target, batch, of)
     if of != "members":
-        joint = _mixture_moments if of == "moments" else _mean_over_members
-        outputs = tree_map(lambda output: joint(output).unsqueeze(0), outputs)
-        return member_losses(outputs, target, criterion).expand(length)
+        merge = _mean_over_members
+        if of == "moments":
+            merge = _mixture_moments
+        # The merged outputs are those of an ensemble of one member, whose loss is every member's.
+        merged = tree_map(lambda output: merge(output).unsqueeze(0), outputs)
+        return member_losses(merged, target, criterion).expand(length)
     if criterion is F.mse_loss:
         criterion = squared_error
     if criterion is squared_error or criterion is F.cross_entropy:
@@ -95,6 +98,7 @@ def _check_batch(outputs: Any, batch: str, of: str, members: int | None) -> int:
 
 
 def _check_own_target(target: Any, length: int) -> None:
+    """Raise ValueError unless the target of separate batches has the members first."""
     for leaf in tree_leaves(target):
         if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != length:
             raise ValueError(
@@ -104,6 +108,7 @@ def _check_own_target(target: Any, length: int) -> None:
 
 
 def _losses_over_members(criterion: Any, outputs: Any, target: Any, length: int) -> Tensor:
+    """Call a criterion once that takes the outputs of all members."""
     losses = criterion(outputs, target)
     if losses.dim() < 2 or len(losses) != length:
         raise ValueError(
@@ -123,11 +128,14 @@ def _losses_one_by_one(
     losses = []
     for index in indices:
         member_outputs = _take(outputs, index)
-        member_target = target if batch == "same" else _take(target, index)
+        member_target = target
+        if batch != "same":
+            member_target = _take(target, index)
         if criterion is F.cross_entropy:
             losses.append(_cross_entropies(member_outputs.unsqueeze(0), member_target)[0])
             continue
-        loss = criterion(member_outputs, _aligned(criterion, member_outputs, member_target))
+        member_target = _aligned_target(criterion, member_outputs, member_target)
+        loss = criterion(member_outputs, member_target)
         if not isinstance(loss, Tensor):
             raise TypeError(f"the criterion must return a tensor, got {type(loss).__name__}.")
         losses.append(loss.mean() if loss.dim() else loss)
@@ -139,6 +147,9 @@ def logits_of(outputs: Any) -> Any:
 
     Args:
         outputs: a tensor, or a nested container of tensors.
+
+    Returns:
+        The logits ``(member, batch, class)``, or the outputs.
 
     Example:
         >>> logits_of({"logits": "tensor", "hidden_states": ()})
@@ -159,6 +170,9 @@ def default_criterion(
         target: integer classes, rows of class probabilities, or values.
         batch: how the ensemble was called.
         of: what the criterion is applied to.
+
+    Returns:
+        Cross-entropy, :func:`squared_error` or :func:`gaussian_nll`.
 
     Raises:
         TypeError: if the target is boolean or complex, or not a tensor.
@@ -186,6 +200,7 @@ def default_criterion(
 
 
 def _check_tensors(outputs: Any, target: Any) -> None:
+    """Raise TypeError unless a default criterion applies, which needs tensors."""
     for value in (outputs, target):
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -199,6 +214,9 @@ def ignored_label(criterion: Any) -> int | None:
 
     Args:
         criterion: any criterion, also a ``functools.partial`` of one.
+
+    Returns:
+        The label.
 
     Example:
         >>> ignored_label(nn.CrossEntropyLoss(ignore_index=0)), ignored_label(nn.MSELoss())
@@ -221,6 +239,14 @@ def check_labels(name: str, target: Any, classes: int, ignored: int = IGNORED) -
         target: labels of any shape; floating targets are not checked.
         classes: number of outputs.
         ignored: the label to leave out.
+
+    Raises:
+        ValueError: if a label is not a class, or there are fewer than two outputs.
+
+    Example:
+        >>> check_labels("train", torch.tensor([0, 3]), classes=3)
+        Traceback (most recent call last):
+        ValueError: train: labels must be from 0 to 2, one for each output, got 3 in row 1. ...
     """
     if not isinstance(target, Tensor) or target.is_floating_point():
         return
@@ -261,6 +287,13 @@ def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
     Args:
         outputs: ``(batch, …)``.
         target: of the same shape; ``(n,)`` is compared with ``(n, 1)`` row by row.
+
+    Returns:
+        A scalar.
+
+    Example:
+        >>> squared_error(torch.tensor([[3.0], [1.0]]), torch.ones(2))
+        tensor(2.)
     """
     return (outputs - _match(target, outputs.shape)).square().mean()
 
@@ -278,6 +311,14 @@ def gaussian_nll(outputs: Tensor, target: Tensor) -> Tensor:
 
     Returns:
         Losses ``(batch,)``.
+
+    Raises:
+        ValueError: if the outputs are not pairs, or the target has another shape.
+
+    Example:
+        >>> outputs = torch.tensor([[3.0, 0.0]])  # mean 3, variance 1
+        >>> gaussian_nll(outputs, torch.tensor([1.0]))
+        tensor([2.])
     """
     mean, log_variance = _mean_and_log_variance(outputs)
     error = mean - _match(target, mean.shape)
@@ -296,6 +337,7 @@ def _mixture_moments(outputs: Tensor) -> Tensor:
 
 
 def _mean_and_log_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Split outputs ``(…, 2)`` into means and log-variances ``(…)``."""
     if outputs.shape[-1] != 2:
         raise ValueError(
             f"outputs must be (…, 2), a mean and a log-variance, got {tuple(outputs.shape)}."
@@ -313,7 +355,7 @@ def _match(target: Tensor, shape: torch.Size) -> Tensor:
     )
 
 
-def _aligned(criterion: Any, outputs: Any, target: Any) -> Any:
+def _aligned_target(criterion: Any, outputs: Any, target: Any) -> Any:
     """Return the target in the shape of the outputs where a loss of torch would broadcast it."""
     function = getattr(criterion, "func", criterion)
     home = getattr(function, "__module__", None) or type(function).__module__
@@ -339,9 +381,11 @@ def _cross_entropies(outputs: Tensor, target: Tensor) -> Tensor:
     if outputs.shape[2] <= FEW_CLASSES:
         # Members become torch's batch and their rows its positions.
         outputs = outputs.movedim(2, 1)
-        targets = targets.movedim(2, 1) if is_soft else targets
+        if is_soft:
+            targets = targets.movedim(2, 1)
     else:
-        outputs, targets = outputs.flatten(0, 1), targets.flatten(0, 1)
+        outputs = outputs.flatten(0, 1)
+        targets = targets.flatten(0, 1)
     try:
         losses = F.cross_entropy(outputs, targets, reduction="none").view(members, -1)
     except IndexError:

@@ -216,6 +216,11 @@ class Reliability(NamedTuple):
         confidence: mean confidence ``(bin,)``.
         accuracy: fraction of correct predictions ``(bin,)``.
         samples: number of samples ``(bin,)``.
+
+    Example:
+        >>> diagram = reliability(torch.zeros(3, 4, 2), torch.tensor([0, 0, 0, 1]), bins=2)
+        >>> diagram.samples
+        tensor([0., 4.])
     """
 
     confidence: Float[Tensor, " bin"]

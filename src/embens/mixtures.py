@@ -103,18 +103,18 @@ def quantile(means: Tensor, stds: Tensor, q: float) -> Tensor:
     low, high = _newton(means, stds, q, low, high)
     # The values that Newton's method has not found, for example point masses, are bisected. Every
     # step halves the interval; 64 steps exhaust float64 relative to the first interval.
-    open_places = (low < high).nonzero(as_tuple=True)
-    if len(open_places[0]):
-        means = means[:, *open_places]
-        stds = stds[:, *open_places]
-        open_low = low[open_places]
-        open_high = high[open_places]
+    unsolved = (low < high).nonzero(as_tuple=True)
+    if len(unsolved[0]):
+        means = means[:, *unsolved]
+        stds = stds[:, *unsolved]
+        unsolved_low = low[unsolved]
+        unsolved_high = high[unsolved]
         for _ in range(64):
-            middle = (open_low + open_high) / 2
+            middle = (unsolved_low + unsolved_high) / 2
             is_below = _cdf(means, stds, middle) < q
-            open_low = torch.where(is_below, middle, open_low)
-            open_high = torch.where(is_below, open_high, middle)
-        high[open_places] = open_high
+            unsolved_low = torch.where(is_below, middle, unsolved_low)
+            unsolved_high = torch.where(is_below, unsolved_high, middle)
+        high[unsolved] = unsolved_high
     return high.to(dtype)
 
 
@@ -171,6 +171,7 @@ def best_scale(loss: Callable[[float], Tensor]) -> float:
 
 
 def _cdf(means: Tensor, stds: Tensor, value: Tensor) -> Tensor:
+    """Return the distribution function of a mixture at one value for each element ``(…)``."""
     errors = value - means
     point_mass = (errors >= 0).to(errors.dtype)
     smooth = torch.special.ndtr(errors / stds)

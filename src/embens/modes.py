@@ -14,7 +14,7 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     """Switch a module to evaluation mode; restore the mode of every submodule on exit.
 
     Args:
-        network: Any module.
+        network: any module.
 
     Example:
         >>> dropout = nn.Dropout()
@@ -40,7 +40,10 @@ def constant_when_compiled(function: Function) -> Function:
     which takes longer than importing torch.
 
     Args:
-        function: A function or method.
+        function: a function or method.
+
+    Returns:
+        The function.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -46,6 +46,11 @@ class Parametrized(nn.Module):
 
     Attributes:
         fan_in: number of inputs per output.
+
+    Example:
+        >>> layer = Linear(4, 3, weight_std=2.0, bias_std=0.1)
+        >>> isinstance(layer, Parametrized), layer.fan_in
+        (True, 4)
     """
 
     weight: Tensor
@@ -75,6 +80,10 @@ class Parametrized(nn.Module):
 
         Args:
             generator: source of randomness; None: the global generator.
+
+        Example:
+            >>> layer = Linear(4, 3)
+            >>> layer.reset_parameters(torch.Generator().manual_seed(0))
         """
         if not hasattr(self, "parametrization"):
             # The constructor of the torch layer calls this method too early; ours calls it again.
@@ -104,6 +113,9 @@ class Parametrized(nn.Module):
             weight: a weight to use instead of the layer's.
             bias: a bias to use instead of the layer's.
 
+        Returns:
+            Weight and bias, each with the shape of the layer's; the bias is None if there is none.
+
         Example:
             >>> layer = Linear(4, 3, weight_std=2.0)
             >>> weight, bias = layer.effective_parameters()
@@ -130,7 +142,9 @@ class Parametrized(nn.Module):
 class Linear(Parametrized, nn.Linear):
     """Linear layer ``(batch, in) -> (batch, out)`` that knows its initialisation.
 
-    Arguments as for :class:`Parametrized`; the sizes are ``in_features`` and ``out_features``.
+    Args:
+        *sizes: ``in_features`` and ``out_features``.
+        **options: as for :class:`Parametrized`.
 
     Example:
         >>> Linear(4, 3)(torch.zeros(2, 4)).shape
@@ -145,8 +159,10 @@ class Linear(Parametrized, nn.Linear):
 class Conv2d(Parametrized, nn.Conv2d):
     """Convolution ``(batch, in, height, width) -> (batch, out, …)`` that knows its initialisation.
 
-    Arguments as for :class:`Parametrized`; the sizes are ``in_channels``, ``out_channels`` and
-    ``kernel_size``.
+    Args:
+        *sizes: ``in_channels``, ``out_channels`` and ``kernel_size``.
+        **options: as for :class:`Parametrized`, with the options of torch's layer such as
+            ``padding``.
 
     Example:
         >>> Conv2d(3, 8, 3, padding=1)(torch.zeros(2, 3, 5, 5)).shape
@@ -159,28 +175,48 @@ class Conv2d(Parametrized, nn.Conv2d):
 
 
 class Abs(nn.Module):
-    """Absolute value."""
+    """Absolute value, elementwise ``(…) -> (…)``.
+
+    Example:
+        >>> Abs()(torch.tensor([-2.0]))
+        tensor([2.])
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return input.abs()
 
 
 class Erf(nn.Module):
-    """Error function."""
+    """Error function, elementwise ``(…) -> (…)``.
+
+    Example:
+        >>> Erf()(torch.zeros(1))
+        tensor([0.])
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return input.erf()
 
 
 class Sin(nn.Module):
-    """Sine."""
+    """Sine, elementwise ``(…) -> (…)``.
+
+    Example:
+        >>> Sin()(torch.zeros(1))
+        tensor([0.])
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return input.sin()
 
 
 class Cos(nn.Module):
-    """Cosine."""
+    """Cosine, elementwise ``(…) -> (…)``.
+
+    Example:
+        >>> Cos()(torch.zeros(1))
+        tensor([1.])
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return input.cos()
@@ -244,12 +280,12 @@ def mlp(
 
     sizes = [inputs, *[width] * depth, outputs]
     modules: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(sizes):
+    for in_features, out_features in pairwise(sizes):
         if modules:
             modules.append(make_activation(activation, activation_slope))
         layer = Linear(
-            fan_in,
-            fan_out,
+            in_features,
+            out_features,
             weight_std=weight_std,
             bias_std=bias_std,
             parametrization=parametrization,
@@ -314,16 +350,16 @@ def cnn(
         "generator": generator,
     }
     modules: list[nn.Module] = []
-    fan_in = inputs
+    in_channels = inputs
     for count in channels:
         if modules:
             modules.append(_make_pooling(pool))
-        fan_out = max(1, round(width * count))
-        modules.append(Conv2d(fan_in, fan_out, 3, padding=1, **distribution))
+        out_channels = max(1, round(width * count))
+        modules.append(Conv2d(in_channels, out_channels, 3, padding=1, **distribution))
         modules.append(make_activation(activation, activation_slope))
-        fan_in = fan_out
+        in_channels = out_channels
 
-    features = fan_in
+    features = in_channels
     if readout == "mean":
         modules.append(nn.AdaptiveAvgPool2d(1))
     else:
@@ -334,6 +370,7 @@ def cnn(
 
 
 def _check_channels(channels: Sequence[int]) -> None:
+    """Raise unless there is at least one convolution and all have a positive size."""
     if not channels:
         raise ValueError(
             "channels must contain one number per convolution, got none. Try (64, 128)."
@@ -390,6 +427,7 @@ def _pixels_after_pooling(image: int, poolings: int) -> int:
 
 
 def _resample_(parameter: Tensor, std: float, generator: torch.Generator | None) -> None:
+    """Overwrite a parameter with values of a centred normal distribution."""
     values = Normal(0.0, std).sample(
         parameter.shape,
         generator,

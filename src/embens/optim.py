@@ -106,13 +106,14 @@ def objective(
         2.7726
     """
     options = {"batch": batch, "of": of, "members": members}
+    # The usual case is a single reduction over all members and rows.
     is_plain = criterion is None and batch == "same" and of == "members"
     if is_plain and has_labels(outputs, target) and members in (None, len(outputs)):
         loss, _ = total_cross_entropy(outputs, target)
     else:
         loss = member_losses(outputs, target, criterion, **options).sum()
     if loss.device.type != "cpu" or torch.compiler.is_compiling():
-        return loss
+        return loss  # reading the loss would wait for the device, or break the graph
     try:
         is_finite = math.isfinite(loss.item())
     except RuntimeError:  # under torch.func.vmap there is no single value
@@ -122,15 +123,22 @@ def objective(
     gaps = find_gaps("targets", target)
     if gaps:
         raise ValueError(f"{gaps}. Remove these rows, or pass a criterion that does.")
+    # The single reduction is NaN if all labels are ignored; the losses of the members are then 0.
     return member_losses(outputs, target, criterion, **options).sum()
 
 
 def has_labels(outputs: Any, target: Any) -> bool:
-    """Return whether outputs are logits on the CPU, and the target one label for each of them.
+    """Return whether :func:`total_cross_entropy` computes the objective of outputs and a target.
+
+    It does for logits on the CPU with one integer label for each row and position.
 
     Args:
         outputs: outputs of an ensemble, ``(member, batch, class, …)`` if they are logits.
-        target: the target.
+        target: the target, ``(batch, …)``.
+
+    Example:
+        >>> has_labels(torch.zeros(4, 5, 2), torch.tensor([0, 1, 1, 0, 1]))
+        True
     """
     if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
         return False
@@ -153,6 +161,14 @@ def total_cross_entropy(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor
     Returns:
         The sum, not finite if every label is ignored; log-probabilities ``(member, class, batch,
         …)``.
+
+    Raises:
+        ValueError: if a label is not a class.
+
+    Example:
+        >>> loss, _ = total_cross_entropy(torch.zeros(4, 5, 2), torch.tensor([0, 1, 1, 0, 1]))
+        >>> round(loss.item(), 4)  # 4 log 2
+        2.7726
     """
     members = len(outputs)
     targets = target.expand(members, *target.shape)
@@ -174,11 +190,16 @@ def total_cross_entropy(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor
 def gamma_for_coupling(members: int, coupling: float) -> float:
     r"""Return :math:`\gamma^* = M / (1 + (M-1) r)` for a coupling :math:`r`.
 
-    With :math:`r < 0` the differences between members are faster than their mean, and bind instead.
+    The matrix of the cosines between members has the eigenvalue :math:`1 + (M-1) r` for the mean
+    over members and :math:`1 - r` for differences between them. :math:`\gamma^*` is :math:`M` over
+    the larger one, which is :math:`1 - r` for :math:`r < 0`.
 
     Args:
         members: number of members :math:`M`.
         coupling: mean cosine :math:`r` of the gradients of two members.
+
+    Returns:
+        The gradient scale.
 
     Example:
         >>> gamma_for_coupling(8, 0.0), gamma_for_coupling(8, 1.0)
@@ -195,6 +216,9 @@ def natural_gamma(spec: "EnsembleSpec") -> float:
 
     Args:
         spec: of the ensemble; the coupling is the product of the overlaps of its laws.
+
+    Returns:
+        The gradient scale, gamma* of this module.
     """
     coupling = spec.overlap
     pairs = spec.members * (spec.members - 1)
@@ -211,6 +235,13 @@ def gradient_factor(gamma: Gamma, members: int, natural: float) -> float:
         gamma: a number, a function of M, or None for the natural value.
         members: number of members :math:`M`.
         natural: the natural gamma.
+
+    Returns:
+        The factor of the shared gradient, at least 0.
+
+    Raises:
+        TypeError: if gamma is not a number.
+        ValueError: if it is negative or not finite.
 
     Example:
         >>> gradient_factor(2.0, members=8, natural=8.0), gradient_factor(None, 8, 8.0)
@@ -252,6 +283,9 @@ def kind_of_optimizer(optimizer: MakeOptimizer) -> OptimizerKind:
     Args:
         optimizer: a class, or a function from parameter groups to an optimizer.
 
+    Returns:
+        The kind.
+
     Raises:
         TypeError: if it is neither, or its steps need a closure.
 
@@ -259,19 +293,23 @@ def kind_of_optimizer(optimizer: MakeOptimizer) -> OptimizerKind:
         >>> kind_of_optimizer(torch.optim.AdamW)
         OptimizerKind(scale_free=True, decoupled=True)
     """
-    made = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
-    if made is torch.optim.SGD:
+    factory = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
+    if factory is torch.optim.SGD:
         return OptimizerKind(False, False)
     if optimizer is torch.optim.Adam:
         return OptimizerKind(True, False)
     if optimizer is torch.optim.AdamW:
         return OptimizerKind(True, True)
-    short, long = _tenth_step(optimizer, 1.0), _tenth_step(optimizer, 8.0)
-    size = float(short.norm())
-    if size == 0 or float((long - short).norm()) > 0.01 * size:
+    step = _tenth_step(optimizer, scale=1.0)
+    scaled_step = _tenth_step(optimizer, scale=8.0)
+    size = float(step.norm())
+    if size == 0 or float((scaled_step - step).norm()) > 0.01 * size:
         return OptimizerKind(False, False)
-    plain, decayed = _tenth_step(optimizer, 1e6), _tenth_step(optimizer, 1e6, decay=0.5)
-    return OptimizerKind(True, float((decayed - plain).norm()) > 0.01 * size)
+    # Added to gradients of this size, the decay has no effect; multiplied by the rate, it has.
+    plain_step = _tenth_step(optimizer, scale=1e6)
+    decayed_step = _tenth_step(optimizer, scale=1e6, decay=0.5)
+    decoupled = float((decayed_step - plain_step).norm()) > 0.01 * size
+    return OptimizerKind(True, decoupled)
 
 
 def _tenth_step(optimizer: MakeOptimizer, scale: float, decay: float = 0.0) -> Tensor:
@@ -321,6 +359,9 @@ def shared_factors(spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer)
         spec: of the ensemble.
         gamma: a number, a function of M, or None for the natural value.
         optimizer: the class, or the function from groups to an optimizer, they are for.
+
+    Returns:
+        The factors; both are 0 for ``gamma=0``.
     """
     natural = natural_gamma(spec)
     factor = gradient_factor(gamma, spec.members, natural)
@@ -330,7 +371,11 @@ def shared_factors(spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer)
     rate = factor
     if kind.scale_free:
         rate = factor * spec.members / natural
-    decay = 1 / (rate if kind.decoupled else factor)
+    # Decay that is added to the gradient is scaled by gamma / M, as the gradient is. Decoupled
+    # decay is scaled by the rate.
+    decay = 1 / factor
+    if kind.decoupled:
+        decay = 1 / rate
     # With the natural gamma M both rates are the same.
     return SharedFactors(rate, decay, fits_adam=kind.scale_free or natural == spec.members)
 
@@ -348,7 +393,10 @@ def parameter_groups(
     """Return parameter groups; see :meth:`embens.EmbeddedEnsemble.parameter_groups`.
 
     Every group has its factor of the learning rate as ``gamma_factor``, for code that sets rates.
-    A step with rates that have lost gamma is refused (:func:`check_rates`).
+    A step with rates that have lost gamma raises ValueError (:func:`check_rates`).
+
+    Returns:
+        Up to three groups, in this order: shared parameters, modulations, per-member layers.
     """
     _watch_optimizers()
     if modulation_lr is None:
@@ -427,8 +475,10 @@ def check_rates(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> Non
             return  # reading it would wait for the device, which a CUDA graph forbids
         if "full_lr" in group:
             shared = group
-            is_overwritten = group["planned_lr"] != group["full_lr"] == group.get("max_lr")
-            if is_overwritten:
+            # OneCycleLR keeps its max_lr in the groups. There a rate without gamma is visible even
+            # if there is no other group, whose rate could be compared.
+            has_factor = group["planned_lr"] != group["full_lr"]
+            if has_factor and group.get("max_lr") == group["full_lr"]:
                 raise _lost_gamma(group["full_lr"], group)
             if not group["fits_adam"] and isinstance(optimizer, ADAM_KIND):
                 _warn_of_kind(optimizer)
@@ -450,10 +500,11 @@ def _warn_of_kind(optimizer: Optimizer) -> None:
 
 
 def _compare_rates(optimizer: Optimizer, shared: dict[str, Any], group: dict[str, Any]) -> None:
-    """Compare the ratio of two rates with that of the plan and that of gamma."""
+    """Raise or warn if the ratio of two rates is neither that of the start nor that of gamma."""
     for key in ("planned_lr", "gamma_factor"):
         # Products instead of ratios, as rates may be 0.
-        actual, expected = shared["lr"] * group[key], group["lr"] * shared[key]
+        actual = shared["lr"] * group[key]
+        expected = group["lr"] * shared[key]
         if abs(actual - expected) <= RATIO_TOLERANCE * expected:
             return
     if optimizer in _DRIFTED:
@@ -471,6 +522,7 @@ def _compare_rates(optimizer: Optimizer, shared: dict[str, Any], group: dict[str
 
 
 def _lost_gamma(rate: Any, group: dict[str, Any]) -> ValueError:
+    """Return the error for a group of shared parameters with a rate that ignores gamma."""
     return ValueError(
         f"the learning rate of the shared parameters is set to {float(rate):g} without gamma "
         f"(factor {group['gamma_factor']:.4g}): a scheduler or a loop overwrites group['lr'] of "

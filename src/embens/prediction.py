@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from embens import checks, metrics, mixtures, sources, uncertainty
-from embens.logits import FLATTEN_POSITIONS
+from embens.logits import FLATTEN_POSITIONS, check_labelled
 from embens.losses import logits_of
 from embens.trees import gather
 
@@ -280,10 +280,17 @@ class Prediction:
         """Return the number by which logits should be divided for calibration.
 
         Args:
-            target: classes of these rows, which must not be used in training.
+            target: classes ``(batch,)`` of these rows, which must not be used in training.
 
         Returns:
             The temperature, for :meth:`tempered`.
+
+        Example:
+            >>> logits = 4.0 * torch.eye(2).repeat(1, 50, 1)  # confident
+            >>> target = torch.tensor([0, 1] * 50)
+            >>> target[:10] = 1 - target[:10]  # and wrong on one row in ten
+            >>> Prediction(logits).temperature(target) > 1
+            True
         """
         outputs = self._outputs("temperature", "classification")
         return uncertainty.best_temperature(outputs, self._check_target(target))
@@ -293,6 +300,9 @@ class Prediction:
 
         Args:
             temperature: a positive number.
+
+        Returns:
+            A new prediction with the same members and rows.
 
         Example:
             >>> Prediction(torch.tensor([[[4.0, 0.0]]])).tempered(2.0).members
@@ -375,6 +385,16 @@ class Prediction:
             path: file to write.
             before: prediction for the same samples to compare with, for example before
                 :meth:`tempered`.
+
+        Raises:
+            OSError: if no file can be written there.
+
+        Example:
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "reliability.png")
+            >>> Prediction(torch.zeros(3, 4, 2)).plot_reliability(torch.tensor([0, 0, 0, 1]), path)
+            >>> os.path.getsize(path) > 0
+            True
         """
         curves = {"this prediction": self}
         if before is not None:
@@ -448,7 +468,7 @@ class Prediction:
         if len(target) != rows:
             raise ValueError(f"target must be a tensor with {rows} rows, got {len(target)} rows.")
         if self.task == "classification":
-            metrics.nll(self._outputs("target", "classification"), target)  # checks both
+            check_labelled(self._outputs("target", "classification"), target)
         return target.to(self.mean.device)
 
 

@@ -14,8 +14,8 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
     """Join nested outputs of the same structure, tensor by tensor.
 
     Args:
-        outputs: One nested container of tensors per call, all with the same structure.
-        join: Joins the tensors at one place, for example ``torch.stack`` or ``torch.cat``.
+        outputs: one nested container of tensors per call, all with the same structure.
+        join: joins the tensors at one place, for example ``torch.stack`` or ``torch.cat``.
 
     Returns:
         A container of the same structure. Leaves that are not tensors are kept if they are equal;
@@ -65,22 +65,23 @@ def check_same_structure(outputs: Sequence[Any]) -> None:
     """Raise if outputs of several members cannot be joined.
 
     Args:
-        outputs: One nested container of tensors per member.
+        outputs: one nested container of tensors per member.
 
     Raises:
-        ValueError: If containers have different structures.
-        TypeError: If plain values or arrays differ. Other objects may differ; see :func:`gather`.
+        ValueError: if containers have different structures.
+        TypeError: if plain values or arrays differ. Other objects may differ; see :func:`gather`.
     """
     if all(isinstance(output, Tensor) for output in outputs):
         return
-    columns = []
+    descriptions = []
     for output in outputs:
         leaves, structure = tree_flatten(output)
-        kinds = [isinstance(leaf, Tensor) for leaf in leaves]
-        columns.append((structure, kinds, [x for x in leaves if not isinstance(x, Tensor)]))
-    first_structure, first_kinds, first_values = columns[0]
-    for structure, kinds, values in columns[1:]:
-        if structure != first_structure or kinds != first_kinds:
+        are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        descriptions.append((structure, are_tensors, others))
+    first_structure, first_are_tensors, first_values = descriptions[0]
+    for structure, are_tensors, values in descriptions[1:]:
+        if structure != first_structure or are_tensors != first_are_tensors:
             raise ValueError(
                 f"members return outputs of different structures, {first_structure} and "
                 f"{structure}. Return outputs whose structure does not depend on values."
@@ -95,6 +96,7 @@ def check_same_structure(outputs: Sequence[Any]) -> None:
 
 
 def _is_equal(left: Any, right: Any) -> bool:
+    """Return whether two leaves are equal, where NaN (the value that differs from itself) is."""
     try:
         return left is right or bool(left == right) or bool(left != left and right != right)
     except Exception:  # arrays, and classes of the user, may raise anything

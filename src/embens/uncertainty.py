@@ -105,6 +105,12 @@ def conformal_quantile(scores: Tensor, coverage: float) -> float:
 def least_rows(coverage: float) -> int:
     """Return the number of held-out rows that a coverage needs.
 
+    Args:
+        coverage: the probability, between 0 and 1.
+
+    Returns:
+        The smallest number of rows for :func:`conformal_quantile`.
+
     Example:
         >>> least_rows(0.95)
         19
@@ -120,6 +126,9 @@ def check_scores(scores: Tensor) -> Tensor:
 
     Returns:
         The scores.
+
+    Raises:
+        ValueError: if a score is NaN.
     """
     is_nan = scores.isnan()
     if is_nan.any():
@@ -281,6 +290,9 @@ class ConformalSets:
 
         Args:
             target: class indices ``(batch,)``.
+
+        Returns:
+            The fraction, from 0 to 1.
         """
         target = torch.as_tensor(target)
         if target.shape != self.sets.shape[:1]:
@@ -316,6 +328,9 @@ def conformal_sets(
         target: classes of the held-out rows ``(row,)``.
         coverage: the probability that a set contains the true class.
 
+    Returns:
+        The sets.
+
     Example:
         >>> held_out = torch.tensor([0.9, 0.1]).expand(20, 2)
         >>> target = torch.zeros(20, dtype=torch.int64)
@@ -349,6 +364,9 @@ class ConformalIntervals:
 
         Args:
             target: values with the shape of ``low``, apart from axes of length 1.
+
+        Returns:
+            The fraction, from 0 to 1.
         """
         target = torch.as_tensor(target)
         if target.numel() != self.low.numel():
@@ -367,13 +385,16 @@ def conformal_intervals(
     target: Tensor,
     coverage: float,
 ) -> ConformalIntervals:
-    """Widen or narrow prediction intervals by one margin, such that they hold what they promise.
+    """Widen or narrow prediction intervals by one margin, so that they have the coverage.
 
     Args:
         interval: lower and upper ends ``(batch, …)``.
         held_out: lower and upper ends for held-out rows ``(row, …)``.
         target: values of the held-out rows.
         coverage: the probability that an interval contains the true value.
+
+    Returns:
+        The intervals, with the shape of ``interval``.
 
     Example:
         >>> zeros = torch.zeros(19)
@@ -413,7 +434,7 @@ def plot_reliability(diagrams: dict[str, metrics.Reliability], path: File) -> No
         axes.patch.set_visible(False)
         axes.plot([0, 1], [0, 1], "k:")
         largest_bin = 1.0
-        for row, (label, diagram) in enumerate(diagrams.items()):
+        for position, (label, diagram) in enumerate(diagrams.items()):
             confidence, accuracy = diagram.confidence.tolist(), diagram.accuracy.tolist()
             axes.errorbar(
                 confidence,
@@ -421,15 +442,15 @@ def plot_reliability(diagrams: dict[str, metrics.Reliability], path: File) -> No
                 _standard_error(diagram).tolist(),
                 label=label,
                 fmt="o-",
-                color=f"C{row}",
+                color=f"C{position}",
                 capsize=2,
                 elinewidth=0.8,
             )
             bins = len(confidence)
             width = 0.9 / bins / len(diagrams)  # a tenth of each bin separates it from the next
-            edges = [k / bins + 0.05 / bins + width * row for k in range(bins)]
-            bars = {"align": "edge", "color": f"C{row}", "alpha": 0.25}
-            count_axes.bar(edges, diagram.samples.tolist(), width, **bars)
+            left_edges = [k / bins + 0.05 / bins + width * position for k in range(bins)]
+            bars = {"align": "edge", "color": f"C{position}", "alpha": 0.25}
+            count_axes.bar(left_edges, diagram.samples.tolist(), width, **bars)
             largest_bin = max(largest_bin, float(diagram.samples.max()))
         # Bars stay in the lower half, below most of the curves.
         count_axes.set_ylim(0, 2 * largest_bin)

@@ -12,15 +12,8 @@ from embens.files.atomic import (
     temporary_path,
     write_atomically,
 )
-from embens.files.locks import (
-    locked,
-)
-from embens.files.packing import (
-    pack,
-    read_tree,
-    unpack,
-    write_tree,
-)
+from embens.files.locks import locked
+from embens.files.packing import pack, read_tree, unpack, write_tree
 from embens.files.tensors import (
     Format,
     Refused,

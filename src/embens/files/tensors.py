@@ -28,6 +28,10 @@ class Format(NamedTuple):
     Attributes:
         name: name of the format, stored in the header.
         version: the version that is written and the only one that is read.
+
+    Example:
+        >>> Format("embens checkpoint", 6).name
+        'embens checkpoint'
     """
 
     name: str
@@ -269,7 +273,8 @@ def checksum(text: str, arrays: Mapping[str, Any] | None = None) -> str:
     for name, array in sorted((arrays or {}).items()):
         tensor = torch.as_tensor(array)
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # numpy lacks types such as bfloat16, so we hash the bytes.
+        # numpy lacks types such as bfloat16, so we hash the bytes. Only a last axis of stride 1 can
+        # be viewed as bytes, but torch leaves the stride of an axis of size 1 arbitrary.
         values = tensor.contiguous().as_strided((tensor.numel(),), (1,))
         digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -422,6 +422,10 @@ def check_field(
         name: name of the parameter.
         expected: completes the sentence "the parameter must be …".
         valid: returns True for valid values; called with finite values only.
+
+    Raises:
+        TypeError: if the value is not a real number.
+        ValueError: if the value is NaN, infinite or not valid.
     """
     value = getattr(law, name)
     number = value

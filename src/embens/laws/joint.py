@@ -51,7 +51,21 @@ class Joint(Sampled):
 
     @abstractmethod
     def marginal(self, members: int) -> Law:
-        """Return the law of a single member of an ensemble of ``members`` members."""
+        """Return the law of a single member, which may depend on the number of members.
+
+        Args:
+            members: number of members of the ensemble.
+
+        Returns:
+            The law of the values of one member.
+
+        Raises:
+            ValueError: if the law does not exist for this number of members.
+
+        Example:
+            >>> Correlated(-0.2).marginal(4)
+            Normal(mean=0.0, std=1.0)
+        """
 
     def pair_moment(self, members: int) -> float:
         self.marginal(members)  # raises if the law does not exist for this number of members
@@ -66,8 +80,15 @@ class Joint(Sampled):
         Args:
             members: number of members of the ensemble.
 
+        Returns:
+            The weight, at most 1.
+
         Raises:
             NotImplementedError: if the law of two members is not such a mixture.
+
+        Example:
+            >>> Masks(overlap=1.0).equal_share(4)  # all members have the same mask
+            1.0
         """
         raise NotImplementedError(
             f"The joint expectation of a smooth activation over two members' v is not available "
@@ -150,6 +171,10 @@ class _JointMasks(Joint):
 
         Returns:
             The variance, averaged over pairs of members.
+
+        Example:
+            >>> Disjoint().overlap_variance(4)
+            0.0
         """
 
 
@@ -191,25 +216,26 @@ class Masks(_JointMasks):
             # The remaining members divide the unused units as if these were a smaller layer. If
             # there are too few used units to fill the mask, more unused ones are needed.
             share = round(len(unused_units) * self.marginal(members - position).keep)
-            new = min(ones, max(share, ones - len(used_units)))
-            selected = torch.cat([unused_units[:new], used_units[: ones - new]])
+            new_ones = min(ones, max(share, ones - len(used_units)))
+            selected = torch.cat([unused_units[:new_ones], used_units[: ones - new_ones]])
             masks[member, selected] = math.sqrt(units / ones)
             is_unused[selected] = False
         return masks
 
     def overlap_variance(self, members: int) -> float:
+        # All quantities are fractions of the units of the layer.
         keep = self.marginal(members).keep
         total = 0.0
-        used = keep
+        used = keep  # by the earlier masks
         for position in range(1, members):
-            # The mask at this position takes a share of its ones from the used units, at random.
-            # Its overlap with an earlier mask is hypergeometric.
-            new = (1 - used) * self.marginal(members - position).keep
-            drawn = keep - new
+            # The mask at this position draws a part of its ones from the used units, at random.
+            # Its overlap with an earlier mask, which covers `share` of them, is hypergeometric.
+            unused_drawn = (1 - used) * self.marginal(members - position).keep
+            used_drawn = keep - unused_drawn
             share = keep / used
-            variance = drawn * share * (1 - share) * (1 - drawn / used)
+            variance = used_drawn * share * (1 - share) * (1 - used_drawn / used)
             total += position * variance  # there are `position` earlier masks
-            used += new
+            used += unused_drawn
         pairs = members * (members - 1) / 2
         return total / pairs / keep**2
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embens.checks import closest
 
-QUADRATURE_NODES = 181
+QUADRATURE_NODES = 181  # of one law, unless it is discrete
 
 
 class Law(ABC):
@@ -105,6 +105,14 @@ class Law(ABC):
 
         Args:
             members: number of members of the ensemble.
+
+        Returns:
+            The law of the values of one member.
+
+        Example:
+            >>> from embens import laws
+            >>> laws.Normal().marginal(4), laws.Disjoint().marginal(4)
+            (Normal(mean=0.0, std=1.0), Bernoulli(keep=0.25, scale=2.0))
         """
         return self
 
@@ -131,6 +139,12 @@ class Law(ABC):
             k: the power, 0, 1 or 2.
             sign: 1 for the positive half-line, -1 for the negative one.
 
+        Returns:
+            The moment.
+
+        Raises:
+            NotImplementedError: if the law does not define it.
+
         Example:
             >>> from embens import laws
             >>> laws.Signs(0.5).half_moment(1, sign=-1)
@@ -148,6 +162,14 @@ class Law(ABC):
         Args:
             sign_a: half-line of the first member, 1 or -1.
             sign_b: half-line of the second member, 1 or -1.
+
+        Returns:
+            The expectation; the product of both half moments for independent members.
+
+        Example:
+            >>> from embens import laws
+            >>> laws.Rademacher().pair_half_moment(1, -1)
+            0.25
         """
         return self.half_moment(1, sign_a) * self.half_moment(1, sign_b)
 
@@ -199,6 +221,9 @@ class Law(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Return the class name and the parameters, the inverse of :func:`from_dict`.
 
+        Returns:
+            The class name under "law", and the parameters by name.
+
         Raises:
             TypeError: if the law is not a dataclass.
             ValueError: if another law has the same class name.
@@ -226,6 +251,9 @@ def registered() -> dict[str, type[Law]]:
 
     If two classes have the same name, laws of embens take precedence, then the class that was
     defined last.
+
+    Returns:
+        Classes by name; abstract classes are left out.
 
     Example:
         >>> from embens import laws
@@ -255,6 +283,9 @@ def from_dict(data: dict[str, Any]) -> Law:
 
     Args:
         data: the class name under "law", and the parameters.
+
+    Returns:
+        The law.
 
     Raises:
         ValueError: if there is no law of this name.

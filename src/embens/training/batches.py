@@ -12,6 +12,7 @@ resume within an epoch. Under ``torchrun`` each process takes its part of every 
 has to distribute its rows itself (``DistributedSampler``).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class IndexedSource(BatchSource):
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
-        return -(-self.count // self.batch_size)
+        return math.ceil(self.count / self.batch_size)
 
     def order(self, epoch: int) -> Tensor:
         """Return the order of the rows in an epoch, ``(row,)`` or ``(member, row)``."""
@@ -142,14 +143,14 @@ class IndexedSource(BatchSource):
                 yield Minibatch(inputs, target, size, size, weight)
             return
         for index in order.split(self.batch_size, -1)[start:]:
-            local = index
+            local_index = index  # of the rows of this process
             if self.world.size > 1:
-                local = index.tensor_split(self.world.size, -1)[self.world.rank]
-            rows = local.shape[-1]
+                local_index = index.tensor_split(self.world.size, -1)[self.world.rank]
+            rows = local_index.shape[-1]
             if rows == 0:
                 # Fewer rows than processes: run any row, with weight 0.
-                local = index[..., :1]
-            inputs, target, weight = self._fetch(local)
+                local_index = index[..., :1]
+            inputs, target, weight = self._fetch(local_index)
             yield Minibatch(inputs, target, rows, index.shape[-1], weight)
 
     def _is_small(self) -> bool:
@@ -158,7 +159,8 @@ class IndexedSource(BatchSource):
             return False
         values = 0
         for leaf in tree_leaves((*self.tensors, self.weight)):
-            values += leaf.numel() if isinstance(leaf, Tensor) else 0
+            if isinstance(leaf, Tensor):
+                values += leaf.numel()
         return values <= SMALL_DATA
 
     def _fetch(self, index: Tensor) -> tuple[Any, Any, Any]:
@@ -172,7 +174,7 @@ class IndexedSource(BatchSource):
             if hasattr(self.data, "__getitems__"):
                 samples = self.data.__getitems__(indices)
             else:
-                samples = [self.data[index] for index in indices]
+                samples = [self.data[row] for row in indices]
             expected = "the data set: expected items (input, target)"
             values, weight = split_weights(default_collate(samples), self.counts, self.name)
             parts = (*split_target(values, expected), weight)
@@ -220,6 +222,7 @@ class LoaderSource(BatchSource):
         self._check_count(number)
 
     def _check_count(self, batches: int) -> None:
+        """Raise ValueError for a loader without batches."""
         if batches > 0:
             return
         hint = ""
@@ -238,6 +241,13 @@ def batches_of(data: Any, batch_size: int, **options: Any) -> AnySource:
         data: tensors, a data set or a loader.
         batch_size: rows of a batch.
         options: further fields of :class:`BatchSource`.
+
+    Returns:
+        The source of the batches.
+
+    Raises:
+        TypeError: if the data are none of these.
+        ValueError: if there is no sample or no batch.
 
     Example:
         >>> source = batches_of((torch.zeros(10, 2), torch.zeros(10)), 4)
@@ -285,11 +295,23 @@ def split_weights(
 
 
 def split_target(values: Any, expected: str) -> tuple[Any, Any]:
-    """Split a batch into inputs (a tuple or a dict) and the target.
+    """Split a batch into inputs and the target.
+
+    Unlike :func:`embens.sources.split_target`, a single input becomes a tuple too.
 
     Args:
         values: a sequence whose last element is the target, or a dict with ``labels``.
         expected: beginning of the error message.
+
+    Returns:
+        The inputs, a tuple or a dict, and the target.
+
+    Raises:
+        TypeError: if there is no target.
+
+    Example:
+        >>> split_target(("x", "target"), "train: expected a pair")
+        (('x',), 'target')
     """
     if isinstance(values, Mapping) and "labels" in values:
         inputs = {name: value for name, value in values.items() if name != "labels"}

@@ -46,6 +46,12 @@ def separate_heads(ensemble: EmbeddedEnsemble) -> tuple[EmbeddedEnsemble, str]:
 
     Args:
         ensemble: with a frozen trunk, and separate weights in one layer only.
+
+    Returns:
+        An ensemble of the last layers, and the name of the layer in the reference.
+
+    Raises:
+        ValueError: if the members differ in anything else.
     """
     spec = ensemble.spec
     is_head = spec.frozen and spec.individual_head and len(spec.per_member) == 1
@@ -62,13 +68,13 @@ def separate_heads(ensemble: EmbeddedEnsemble) -> tuple[EmbeddedEnsemble, str]:
         values[key] = stack
         vars(layer).pop(key, None)  # the placeholder of a separate tensor
         layer.register_parameter(key, nn.Parameter(stack.detach()[0].clone()))
-    heads = EnsembleSpec(
+    head_spec = EnsembleSpec(
         spec.family,
         spec.members,
         per_member=(PerMember("", item.tensors, drawn=True),),
         separate=True,
     )
-    return EmbeddedEnsemble(layer, heads, values), item.module
+    return EmbeddedEnsemble(layer, head_spec, values), item.module
 
 
 @torch.no_grad()
@@ -82,6 +88,13 @@ def compute_features(
         heads: its last layers.
         layer: name of the last layer.
         source: the data.
+
+    Returns:
+        Features ``(row, …)`` and targets ``(row, …)``, and sample weights ``(row,)`` if there are
+        any.
+
+    Raises:
+        ValueError: if anything follows the last layer.
     """
     trunk = ensemble.member(0).eval()
     captured: list[Tensor] = []
@@ -103,8 +116,9 @@ def compute_features(
             targets.append(batch.target)
             if batch.weight is not None:
                 weights.append(batch.weight)
-    data = (torch.cat(features), torch.cat(targets))
-    return (*data, torch.cat(weights)) if weights else data
+    if weights:
+        return torch.cat(features), torch.cat(targets), torch.cat(weights)
+    return torch.cat(features), torch.cat(targets)
 
 
 def _compare(outputs: Any, from_features: Tensor, layer: str) -> None:

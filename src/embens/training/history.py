@@ -49,7 +49,21 @@ class History:
     stopped: str = "epochs"
 
     def to_pandas(self, table: Literal["epochs", "members"] = "epochs") -> pandas.DataFrame:
-        """Return one of the two tables as a data frame."""
+        """Return one of the two tables as a data frame.
+
+        Args:
+            table: "epochs" (one row per epoch) or "members" (one row per epoch and member).
+
+        Returns:
+            The table, with the columns of the attribute of the same name.
+
+        Raises:
+            ValueError: if there is no such table.
+
+        Example:
+            >>> History([], [{"epoch": 1, "loss": 0.5}]).to_pandas().loc[0, "loss"].item()
+            0.5
+        """
         import pandas
 
         check_choice("table", table, ("epochs", "members"))
@@ -60,6 +74,14 @@ class History:
 
         Thin lines are members, thick lines the ensemble. Validation is dashed. A vertical line
         marks the best epoch.
+
+        Returns:
+            A figure of matplotlib.
+
+        Example:
+            >>> history = History([{"epoch": 1, "loss": 0.5}], [{"epoch": 1, "loss": 0.5}])
+            >>> len(history.plot().axes)  # losses only
+            1
         """
         from matplotlib.figure import Figure
 
@@ -87,6 +109,7 @@ class History:
         style: str,
         label: str,
     ) -> None:
+        """Draw a column of all members, and the column of the ensemble."""
         epochs = [row["epoch"] for row in self.epochs]
         members = len(self.members) // max(len(epochs), 1)
         for a in range(members):
@@ -106,6 +129,14 @@ def make_history(
         records: one dict per epoch; lists hold one value per member.
         best_epoch: the epoch with the best metric, if any.
         stopped: why the run ended.
+
+    Returns:
+        The history, whose member table has the columns ``member_…`` without this prefix.
+
+    Example:
+        >>> record = {"epoch": 1, "loss": 0.5, "member_loss": [0.4, 0.6]}
+        >>> make_history([record], None, "epochs").members
+        [{'epoch': 1, 'member': 0, 'loss': 0.4}, {'epoch': 1, 'member': 1, 'loss': 0.6}]
     """
     epochs, members = [], []
     for record in records:
@@ -113,6 +144,7 @@ def make_history(
         columns = {}
         for name, value in record.items():
             if isinstance(value, list):
+                # "validation_member_loss" becomes "validation_loss".
                 columns[name.replace("member_", "")] = value
         for a in range(len(columns["loss"])):
             row = {"epoch": record["epoch"], "member": a}
@@ -123,5 +155,13 @@ def make_history(
 
 
 def epoch_row(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a record that are not lists: a row of ``History.epochs``."""
+    """Return the entries of a record that are not lists: a row of ``History.epochs``.
+
+    Args:
+        record: columns of one epoch; lists hold one value per member.
+
+    Example:
+        >>> epoch_row({"epoch": 1, "loss": 0.5, "member_loss": [0.4, 0.6]})
+        {'epoch': 1, 'loss': 0.5}
+    """
     return {name: value for name, value in record.items() if not isinstance(value, list)}

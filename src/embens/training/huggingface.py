@@ -39,7 +39,9 @@ class EnsembleTrainer(Trainer):
             kind = type(model).__name__
             raise TypeError(f"model: expected an ensemble (embens.adapt(…)), got {kind}.")
         self.ensemble = model
-        vars(model)["accepts_loss_kwargs"] = False  # the stock Trainer is refused by this name
+        # Ensembles raise an error when the Trainer of transformers reads this attribute, since it
+        # would train on a wrong loss. An instance attribute hides the check.
+        vars(model)["accepts_loss_kwargs"] = False
         self.criterion = options.pop("compute_loss_func", None)
         super().__init__(model, args, **options)
         self.model_accepts_loss_kwargs = False

@@ -11,14 +11,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from embens.checks import check_whole, suggest
 from embens.ensemble import EmbeddedEnsemble
+from embens.losses import Criterion
 from embens.modes import evaluating
-from embens.optim import Gamma
+from embens.optim import Gamma, MakeOptimizer
 from embens.training import processes
 from embens.training.batches import AnySource
 from embens.training.callbacks import as_callbacks
@@ -30,7 +30,6 @@ from embens.training.progress import Progress
 from embens.training.run import Run, copy_weights
 from embens.training.startup import (
     DEFAULT_LR,
-    MakeOptimizer,
     cache_features,
     check_functions,
     check_trainable,
@@ -42,10 +41,8 @@ from embens.training.startup import (
     read_data,
 )
 from embens.training.step import take_step
-from embens.training.tally import Tally
+from embens.training.tally import BatchResult, Tally
 from embens.trees import gather
-
-Criterion = Callable[[Any, Any], Tensor]
 
 
 @suggest(HINTS)
@@ -241,8 +238,9 @@ def _end_epoch(run: Run, progress: Progress) -> None:
 def _validate(run: Run, validation: AnySource) -> dict[str, Any]:
     """Evaluate on the validation data; return columns of the record, with the metric."""
     tally = Tally(run.ensemble.members, device=run.device)
-    results = []
-    keeps_outputs = callable(run.options.metric) or run.options.metric in METRICS
+    results: list[BatchResult] = []
+    metric = run.options.metric
+    keeps_outputs = callable(metric) or metric in METRICS
     seed = processes.combine(run.seed, run.epoch, 1)
     with evaluating(run.evaluated), processes.seeded(seed):
         for result in run.passes.evaluate(validation, run.evaluated):
@@ -250,21 +248,26 @@ def _validate(run: Run, validation: AnySource) -> dict[str, Any]:
             if keeps_outputs:
                 results.append(result)
     columns = tally.summary("validation_")
-    metric = run.options.metric
     if metric is None:
-        is_classification = "validation_ensemble_accuracy" in columns
-        metric = "accuracy" if is_classification else "loss"
-    function = metric
-    if isinstance(metric, str):
-        function = METRICS.get(metric) if "classification" in tally.tasks else None
-    if callable(function):
-        outputs = gather([r.outputs for r in results], lambda parts: torch.cat(parts, 1))
-        value = function(outputs, gather([r.target for r in results], torch.cat))
+        metric = "loss"
+        if "validation_ensemble_accuracy" in columns:
+            metric = "accuracy"
+    if callable(metric):
+        value = _compute_metric(metric, results)
+    elif metric in METRICS and "classification" in tally.tasks:
+        value = _compute_metric(METRICS[metric], results)
     else:
-        value = _named_column(columns, str(metric))
+        value = _named_column(columns, metric)
     columns["metric"] = run.agree(float(value))
     run.larger_is_better = is_larger_better(metric, run.options.maximise)
     return columns
+
+
+def _compute_metric(metric: Callable[[Any, Any], Any], results: list[BatchResult]) -> Any:
+    """Return a metric of the outputs and targets of all batches together."""
+    outputs = gather([result.outputs for result in results], lambda parts: torch.cat(parts, 1))
+    target = gather([result.target for result in results], torch.cat)
+    return metric(outputs, target)
 
 
 def _named_column(columns: dict[str, Any], metric: str) -> float:

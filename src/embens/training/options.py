@@ -62,6 +62,17 @@ class Options:
         metric: selects the best epoch.
         of: what the criterion is applied to: "members", "mean" or "moments" (:class:`Objective`).
         schedule_every: when the scheduler makes a step: "epoch" or "step".
+
+    Example:
+        >>> class AccumulateTwo(Callback):
+        ...     changes_training = True
+        ...
+        ...     def setup(self, options):
+        ...         options.accumulate = 2
+        >>> options = Options()
+        >>> AccumulateTwo().setup(options)
+        >>> options.accumulate
+        2
     """
 
     accumulate: int = 1
@@ -89,7 +100,15 @@ class Options:
             )
 
     def choose_metric(self, metric: Metric, maximise: bool | None) -> None:
-        """Set the metric that selects the best epoch, unless None."""
+        """Set the metric that selects the best epoch, unless None.
+
+        Args:
+            metric: as for :class:`KeepBest`.
+            maximise: as for :class:`KeepBest`.
+
+        Raises:
+            ValueError: if another callback has set a different metric.
+        """
         if metric is None:
             return
         if self.metric is not None and self.metric != metric:
@@ -99,10 +118,21 @@ class Options:
 
 
 def is_larger_better(metric: Metric, maximise: bool | None) -> bool:
-    """Return the direction of a metric.
+    """Return whether a larger value of a metric is better.
+
+    Args:
+        metric: name or function.
+        maximise: the answer for functions outside ``embens.metrics``; None: by the metric.
+
+    Returns:
+        True or False.
 
     Raises:
         ValueError: if the metric is unknown, or a function without a known direction.
+
+    Example:
+        >>> is_larger_better("accuracy", None), is_larger_better("nll", None)
+        (True, False)
     """
     if isinstance(metric, str):
         check_choice("metric", metric, [name for name in DIRECTIONS if isinstance(name, str)])

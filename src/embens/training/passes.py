@@ -88,11 +88,13 @@ class Passes:
         if inspect:
             gaps = self.inspect(name, batch.inputs, batch.target)
         inputs, target, sample_weight = self.move((batch.inputs, batch.target, batch.weight))
-        packed = target if sample_weight is None else WeightedTarget(target, sample_weight)
+        full_target = _with_weight(target, sample_weight)
         if self.options.chunk is None:
-            objective, losses, outputs, log_probabilities = self._backward(inputs, packed, weight)
+            objective, losses, outputs, log_probabilities = self._backward(
+                inputs, full_target, weight
+            )
         else:
-            losses, outputs = self._backward_in_chunks(inputs, packed, weight)
+            losses, outputs = self._backward_in_chunks(inputs, full_target, weight)
             objective, log_probabilities = losses.sum(), None
         if gaps:
             refuse_gaps(name, gaps, objective)
@@ -115,8 +117,8 @@ class Passes:
         args, kwargs = self.ensemble.bind(inputs)
         with self.autocast():
             outputs = self.forward(*args, batch=self.options.batch, **kwargs)
-        outputs = self._prepare(outputs)
-        self._settle(outputs, target, self.options.batch)
+        outputs = self._prepare_outputs(outputs)
+        self._prepare_criterion(outputs, target, self.options.batch)
         objective, losses, log_probabilities = None, None, None
         if self._has_plain_cross_entropy(outputs, target):
             objective, log_probabilities = total_cross_entropy(outputs, target)
@@ -145,7 +147,7 @@ class Passes:
 
         def criterion(outputs: Any, target: Any) -> Tensor:
             """Return the scaled loss of one member, and keep its loss and outputs."""
-            outputs = self._prepare(outputs)
+            outputs = self._prepare_outputs(outputs)
             with self.autocast(enabled=False):
                 stacked = map_tensors(lambda output: output[None], outputs)
                 (loss,) = self._losses(stacked, target, "same")
@@ -193,9 +195,8 @@ class Passes:
             args, kwargs = ensemble.bind(inputs)
             with self.autocast(enabled=ensemble is self.ensemble):
                 outputs = ensemble(*args, batch=batch, **kwargs)
-            outputs = self._prepare(outputs)
-            packed = target if sample_weight is None else WeightedTarget(target, sample_weight)
-            losses = self._losses(outputs, packed, batch)
+            outputs = self._prepare_outputs(outputs)
+            losses = self._losses(outputs, _with_weight(target, sample_weight), batch)
             refuse_gaps(name, gaps, losses.sum())
             task = self._task(outputs, target, batch)
             yield BatchResult(losses, outputs, target, minibatch.rows, task)
@@ -216,7 +217,7 @@ class Passes:
         self._unchecked_targets.append((name, target))
         return find_gaps("inputs", inputs) or find_gaps("targets", target)
 
-    def _prepare(self, outputs: Any) -> Any:
+    def _prepare_outputs(self, outputs: Any) -> Any:
         """Return outputs in full precision; only the logits, if the criterion is a default."""
         if self.uses_logits:
             outputs = logits_of(outputs)
@@ -224,17 +225,18 @@ class Passes:
             return outputs
         return map_tensors(_full_precision, outputs)
 
-    def _settle(self, outputs: Any, target: Any, batch: BatchKind) -> None:
+    def _prepare_criterion(self, outputs: Any, target: Any, batch: BatchKind) -> None:
         """Choose the criterion and check labels, as soon as there are outputs."""
         if self.criterion is None:
-            plain = target.target if isinstance(target, WeightedTarget) else target
-            self.criterion = default_criterion(outputs, plain, batch, self.options.of)
+            if isinstance(target, WeightedTarget):
+                target = target.target
+            self.criterion = default_criterion(outputs, target, batch, self.options.of)
         if self._unchecked_targets:
             self._check_labels(outputs, batch)
 
     def _losses(self, outputs: Any, target: Any, batch: BatchKind) -> Tensor:
         """Return the losses of the members that have rows, ``(member,)``."""
-        self._settle(outputs, target, batch)
+        self._prepare_criterion(outputs, target, batch)
         criterion = self.criterion
         assert criterion is not None
         if isinstance(target, WeightedTarget):
@@ -268,6 +270,7 @@ class Passes:
         self._unchecked_targets = []
 
     def _scale(self, loss: Tensor, weight: float) -> Tensor:
+        """Multiply a loss by its weight in a step, and by the scale of half precision."""
         if weight != 1:
             loss = weight * loss
         return self.scaler.scale(loss)
@@ -283,6 +286,13 @@ class Passes:
         """Use a default criterion by name; None changes nothing."""
         if name is not None:
             self.criterion = DEFAULT_CRITERIA[name]
+
+
+def _with_weight(target: Any, sample_weight: Tensor | None) -> Any:
+    """Return a target together with its sample weights, if there are any."""
+    if sample_weight is None:
+        return target
+    return WeightedTarget(target, sample_weight)
 
 
 def _are_classes(outputs: Tensor, target: Tensor, batch: BatchKind) -> bool:
@@ -314,6 +324,7 @@ def refuse_gaps(name: str, gaps: str, loss: Tensor) -> None:
 
 
 def _full_precision(value: Tensor) -> Tensor:
+    """Return a tensor of half precision in float32; others unchanged."""
     if value.dtype in (torch.bfloat16, torch.float16):
         return value.float()
     return value

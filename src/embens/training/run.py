@@ -28,6 +28,17 @@ class Divergence(ArithmeticError):
 
     Attributes:
         history: of the epochs before.
+
+    Example:
+        >>> from torch import nn
+        >>> from embens import batch_ensemble, fit
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> data = torch.randn(32, 2), torch.randn(32)
+        >>> try:
+        ...     fit(batch_ensemble(net, 2), data, epochs=50, lr=1e6, progress=False)
+        ... except Divergence as error:
+        ...     isinstance(error.history, History)
+        True
     """
 
     def __init__(self, message: str, history: History):
@@ -46,18 +57,33 @@ class Run:
         optimizer: the optimizer.
         scheduler: the learning-rate scheduler.
         options: set by callbacks.
+        callbacks: of this process, in the order in which they are called.
         arguments: of ``fit``, as far as they determine the result.
         gamma: the gamma passed to ``fit``.
         seed: the seed passed to ``fit``.
         world: rank and number of processes.
+        device: of the ensemble.
+        passes: forward and backward passes.
+        shared: shared parameters.
+        individual: individual parameters.
+        parameters: shared and individual parameters.
         epochs: number of epochs of the whole run.
+        steps_per_epoch: steps of the optimizer per epoch; 0 if a loader has no length.
         epoch: number of completed epochs.
         step: number of completed steps in the current epoch.
         steps: number of completed steps in the whole run.
+        records: losses and metrics of the completed epochs.
+        tally: losses and metrics of the current epoch.
         best_epoch: the epoch with the best metric so far, counted from 1.
         stopped: why the run ends; None while it continues.
         interrupted: whether the last epoch was cut short.
         cleanup: contexts that are closed at the end of the run, also after an error.
+
+    Example:
+        >>> class StopAtLoss(Callback):
+        ...     def on_step(self, run):
+        ...         if run.loss < 0.1:
+        ...             run.stop("the loss is below 0.1")
     """
 
     def __init__(
@@ -110,7 +136,7 @@ class Run:
         self._listeners = {moment: _listeners(callbacks, moment) for moment in MOMENTS}
 
     def begin_epoch(self) -> None:
-        """Reset what is counted per epoch."""
+        """Reset the counters and sums of an epoch."""
         self.step = 0
         self.seconds = 0.0
         self.gradient_norms: tuple[float, float] | None = None
@@ -126,13 +152,19 @@ class Run:
         return float(self.last_objective) / self.last_members
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the next step's rates of shared (``lr``) and individual parameters."""
+        """Return the learning rates of the next step.
+
+        Returns:
+            The rate of the shared parameters as ``lr`` and that of the individual ones as
+            ``modulation_lr``; NaN for parameters that do not exist or are not optimized.
+        """
         return {
             "lr": self._rate_of(self.shared),
             "modulation_lr": self._rate_of(self.individual),
         }
 
     def _rate_of(self, parameters: Sequence[Tensor]) -> float:
+        """Return the rate of the group that contains the first parameter."""
         if not parameters:
             return math.nan
         for group in self.optimizer.param_groups:
@@ -141,25 +173,42 @@ class Run:
         return math.nan
 
     def stop(self, reason: str) -> None:
-        """End the run after this step or epoch; the first reason counts."""
+        """End the run after this step or epoch; the first reason counts.
+
+        Args:
+            reason: becomes ``history.stopped``.
+        """
         if self.stopped is None:
             self.stopped = reason
 
     def agree(self, value: float) -> float:
-        """Return the value of the first process, so that all processes decide the same."""
+        """Return the value of the first process, so that all processes decide the same.
+
+        Args:
+            value: the value of this process.
+
+        Returns:
+            The value of the first process.
+        """
         if self.world.size == 1:
             return float(value)
-        number = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
-        processes.broadcast_(self.world, [number])
-        return float(number)
+        shared_value = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
+        processes.broadcast_(self.world, [shared_value])
+        return float(shared_value)
 
     def notify(self, moment: str, *arguments: Any) -> None:
-        """Call a method of all callbacks that have it."""
+        """Call a method of all callbacks that override it.
+
+        Args:
+            moment: name of the method, such as "on_step".
+            *arguments: arguments after the run.
+        """
         for callback in self._listeners[moment]:
             method = getattr(callback, moment)
             if callback.changes_training:
                 method(self, *arguments)
             else:
+                # Random values that the callback draws must not change the run.
                 with processes.seeded(self.seed):
                     method(self, *arguments)
 
@@ -170,7 +219,11 @@ class Run:
         return make_history(self.records, self.best_epoch, self.stopped or "epochs")
 
     def update_best(self, metric: float) -> None:
-        """Remember the current epoch if its metric is the best so far; ignore NaN."""
+        """Remember the current epoch if its metric is the best so far; ignore NaN.
+
+        Args:
+            metric: of the epoch that has just ended.
+        """
         if math.isnan(metric):
             return
         is_better = metric > self.best_value if self.larger_is_better else metric < self.best_value
@@ -205,7 +258,15 @@ class Run:
             raise self.divergence("a weight is not finite", self.step)
 
     def divergence(self, problem: str, step: int) -> Divergence:
-        """Restore the last good weights and return the error to raise."""
+        """Restore the last good weights and return the error to raise.
+
+        Args:
+            problem: the problem, a sentence without its final period.
+            step: the step of the current epoch at which it occurred, counted from 1.
+
+        Returns:
+            The error.
+        """
         rates = self.learning_rates()
         self.ensemble.load_state_dict(self.good_weights)
         self.optimizer.zero_grad(set_to_none=True)
@@ -227,6 +288,9 @@ class Run:
         Args:
             with_callbacks: whether to include the states of callbacks, which may not have one
                 before the first step.
+
+        Returns:
+            Tensors, scalars, strings and containers of them, which a checkpoint can hold.
         """
         self.tally.flush()
         sums = {name: value.clone() for name, value in self.tally.sums.items()}
@@ -263,7 +327,11 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned.
+
+        Args:
+            state: the state.
+        """
         self.ensemble.load_state_dict(state["ensemble"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
@@ -302,10 +370,12 @@ class Run:
         if self.stopped == "epochs" and self.epoch < self.epochs:
             self.stopped = None
         if isinstance(self.scheduler, LambdaLR):
-            # The rates of the optimizer are those of the old schedule.
-            rates = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
-            for group, (rate, factor) in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor(self.scheduler.last_epoch)
+            # The rates of the optimizer are still those of the old schedule.
+            groups = self.optimizer.param_groups
+            schedules = self.scheduler.lr_lambdas
+            rates = self.scheduler.base_lrs
+            for group, rate, schedule in zip(groups, rates, schedules, strict=True):
+                group["lr"] = rate * schedule(self.scheduler.last_epoch)
 
     def _load_callbacks(self, states: list[Any]) -> None:
         """Give each callback the first unused state of its class."""

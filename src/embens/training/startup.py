@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch.optim import SGD, Optimizer
@@ -10,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.inference import check_ensemble, floating_dtype
-from embens.optim import Gamma
+from embens.optim import Gamma, MakeOptimizer
 from embens.sources import count_inputs
 from embens.training import processes
 from embens.training.batches import AnySource, batches_of
@@ -19,13 +18,19 @@ from embens.training.checkpoint import Checkpoint
 from embens.training.features import compute_features, separate_heads
 from embens.training.options import MakeScheduler, Options, linear_decay
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
-
 DEFAULT_LR = 0.01
 
 
 def check_trainable(ensemble: Any) -> None:
-    """Raise unless the first argument is an ensemble with parameters to train."""
+    """Raise unless the first argument of ``fit`` is an ensemble with parameters to train.
+
+    Args:
+        ensemble: the argument.
+
+    Raises:
+        TypeError: if it is not an ensemble.
+        ValueError: if all of its parameters are frozen.
+    """
     check_ensemble("fit", ensemble)
     if not any(parameter.requires_grad for parameter in ensemble.parameters()):
         raise ValueError("the ensemble has no parameter that requires a gradient")
@@ -67,6 +72,9 @@ def collect_options(callbacks: list[Callback]) -> Options:
     Args:
         callbacks: of the run, in the order of the user.
 
+    Returns:
+        The options.
+
     Raises:
         ValueError: if two options exclude one another.
     """
@@ -96,6 +104,9 @@ def read_data(
         seed: of the sample order.
         options: of the run.
         world: the processes that share each batch.
+
+    Returns:
+        The batches of the training data, and those of the validation data or None.
     """
     if world.size > 1 and options.batch == "split":
         raise ValueError('Batches("split") needs one process; use Batches("own").')
@@ -126,6 +137,9 @@ def cache_features(
         train: training data, as for :func:`embens.fit`.
         validation: validation data, or None.
         batch_size: rows per batch of the pass that computes the features.
+
+    Returns:
+        The last layers as an ensemble; the training data; the validation data or None.
     """
     heads, layer = separate_heads(ensemble)
     reading = _reading_options(ensemble)
@@ -147,6 +161,12 @@ def make_optimizer(
         optimizer: an optimizer, a function from groups to one, or None for SGD with momentum.
         lr: learning rate; the default if the optimizer has its rates already.
         gamma: gradient scale; None if the optimizer has its rates already.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if the user's optimizer is for another network, or if rates are passed twice.
     """
     if isinstance(optimizer, Optimizer):
         if lr != DEFAULT_LR or gamma is not None:
@@ -165,10 +185,10 @@ def make_optimizer(
 
 def _check_parameters(optimizer: Optimizer, ensemble: EmbeddedEnsemble) -> None:
     """Raise ValueError if an optimizer is for another network."""
-    trained = set()
+    optimized = set()
     for group in optimizer.param_groups:
-        trained.update(id(parameter) for parameter in group["params"])
-    if not any(id(parameter) in trained for parameter in ensemble.parameters()):
+        optimized.update(id(parameter) for parameter in group["params"])
+    if not any(id(parameter) in optimized for parameter in ensemble.parameters()):
         raise ValueError(
             "optimizer has no parameter of this ensemble; build it from "
             "ensemble.parameter_groups(…) of the ensemble that you train."
@@ -186,12 +206,23 @@ def can_fuse(ensemble: EmbeddedEnsemble) -> bool:
 def make_scheduler(
     optimizer: Optimizer, scheduler: MakeScheduler | None, epochs: int, options: Options
 ) -> Any:
-    """Return the scheduler of a run; the default is the paper's."""
+    """Return the scheduler of a run; the default is the paper's.
+
+    Args:
+        optimizer: the optimizer.
+        scheduler: a function from the optimizer to a scheduler; None: the default.
+        epochs: number of epochs.
+        options: of the run.
+
+    Returns:
+        The scheduler.
+    """
     make = scheduler or linear_decay(epochs)
-    result = make(optimizer)
-    if isinstance(result, ReduceLROnPlateau) and options.schedule_every == "step":
+    made_scheduler = make(optimizer)
+    by_step = options.schedule_every == "step"
+    if isinstance(made_scheduler, ReduceLROnPlateau) and by_step:
         raise ValueError("ReduceLROnPlateau needs a metric per epoch; leave out ScheduleEveryStep.")
-    return result
+    return made_scheduler
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -208,6 +239,9 @@ def order_callbacks(callbacks: list[Callback], rank: int) -> list[Callback]:
     Args:
         callbacks: of the run.
         rank: of this process; callbacks that only watch exist in the first one.
+
+    Returns:
+        The callbacks, otherwise in the same order.
     """
     if rank > 0:
         callbacks = [callback for callback in callbacks if callback.changes_training]

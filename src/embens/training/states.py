@@ -190,17 +190,17 @@ def _check_scheduler(scheduler: Any, template: dict[str, Any], fields: Fields) -
     for name, value in fields.values.items():
         if not isinstance(name, str) or (name not in template and hasattr(type(scheduler), name)):
             raise refusal(fields.place, "the attributes of a scheduler", name)
-        number: Any = template.get(name)
-        if is_whole(number) and not is_whole(value):
+        expected: Any = template.get(name)
+        if is_whole(expected) and not is_whole(value):
             raise fields.fail(name, "an integer")
-        if isinstance(number, float) and not _is_number(value):
+        if isinstance(expected, float) and not _is_number(value):
             raise fields.fail(name, "a number")
-        if name == "lr_lambdas" and isinstance(number, list) and None in number:
-            check_like(value, number, f"{fields.place}.{name}")  # functions are not saved
-        if not isinstance(number, (list, tuple)) or not _are_numbers(number):
+        if name == "lr_lambdas" and isinstance(expected, list) and None in expected:
+            check_like(value, expected, f"{fields.place}.{name}")  # functions are not saved
+        if not isinstance(expected, (list, tuple)) or not _are_numbers(expected):
             continue
-        if not _are_numbers(value) or len(value) != len(number):
-            raise fields.fail(name, f"a list of {len(number)} values")
+        if not _are_numbers(value) or len(value) != len(expected):
+            raise fields.fail(name, f"a list of {len(expected)} values")
     for name in template:
         if name not in fields.values:
             raise fields.fail(name, "an attribute of the scheduler")

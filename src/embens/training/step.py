@@ -34,9 +34,10 @@ def take_step(run: Run, minibatches: list[Minibatch]) -> None:
     try:
         objective = _accumulate_gradients(run, minibatches)
     except (RuntimeError, ValueError) as error:
-        # Code of the user may raise because values are not finite: then it is a divergence.
         if run.steps == 0:
+            # Nothing is trained yet: undo what the pass has changed, such as norm statistics.
             run.ensemble.load_state_dict(run.good_weights)
+        # The user's code may raise because values are not finite: then it is a divergence.
         run.check_objectives()
         if isinstance(error, RuntimeError):
             inputs = [batch.inputs for batch in minibatches]

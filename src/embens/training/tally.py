@@ -164,32 +164,32 @@ class Tally:
             target = target.where(labelled, 0)  # the answers of these rows are not counted
         log_probabilities = torch.cat([_log_probabilities(result) for result in results], 2)
         index = target.expand(self.members, 1, -1)
-        likelihoods = log_probabilities.gather(1, index).squeeze(1)
+        log_likelihoods = log_probabilities.gather(1, index).squeeze(1)
         # Indices of maxima are slow to compute. One comparison with the largest other class is
         # enough if there are no ties; different outputs may have equal log-probabilities.
         largest_others = log_probabilities.scatter_(1, index, -math.inf).amax(1)
-        correct = likelihoods > largest_others
-        if bool((likelihoods == largest_others).any()):
+        correct = log_likelihoods > largest_others
+        if bool((log_likelihoods == largest_others).any()):
             correct = outputs.argmax(2) == target
         ensemble_correct = outputs.mean(0).argmax(1) == target
         if not all_labelled:
             correct &= labelled
             ensemble_correct &= labelled
-        ones = correct.to(torch.float32)
-        both_correct = ones @ ones.T  # integers, exact below 2²⁴
+        indicators = correct.to(torch.float32)
+        both_correct = indicators @ indicators.T  # integers, exact below 2²⁴
         self.sums["both_correct"] += both_correct
         self.sums["correct"] += both_correct.diagonal()
         self.sums["labelled"] += labelled.sum()
         self.sums["ensemble_correct"] += ensemble_correct.sum()
-        self._count_cross_entropies(likelihoods, labelled, all_labelled)
+        self._count_cross_entropies(log_likelihoods, labelled, all_labelled)
         if not all_labelled:
-            likelihoods = likelihoods[:, labelled]
-        log_losses = math.log(self.members) - likelihoods.logsumexp(0)
+            log_likelihoods = log_likelihoods[:, labelled]
+        log_losses = math.log(self.members) - log_likelihoods.logsumexp(0)
         # Sums in float64 do not depend on how rows are divided into batches.
         self.sums["log_loss"] += log_losses.double().sum()
 
     def _count_cross_entropies(
-        self, likelihoods: Tensor, labelled: Tensor, all_labelled: bool
+        self, log_likelihoods: Tensor, labelled: Tensor, all_labelled: bool
     ) -> None:
         """Count the losses of batches that came without them.
 
@@ -198,17 +198,17 @@ class Tally:
         a buffer is counted.
 
         Args:
-            likelihoods: log-likelihoods ``(member, row)``.
+            log_likelihoods: log-likelihoods ``(member, row)``.
             labelled: boolean mask of the rows with a label ``(row,)``.
             all_labelled: whether all rows have one.
         """
         if all_labelled and not self._losses:
-            self.sums["loss"] -= likelihoods.double().sum(1)
+            self.sums["loss"] -= log_likelihoods.double().sum(1)
             self.sums["rows"] += len(labelled)
             return
         results = self._classified
         sizes = [len(result.target) for result in results]
-        parts = zip(results, likelihoods.split(sizes, 1), labelled.split(sizes), strict=True)
+        parts = zip(results, log_likelihoods.split(sizes, 1), labelled.split(sizes), strict=True)
         for result, values, labels in parts:
             if result.losses is not None:
                 continue
@@ -235,6 +235,9 @@ class Tally:
 
         Args:
             prefix: put before the name of every column.
+
+        Returns:
+            Losses, and the metrics of the task; NaN where nothing was counted.
         """
         self.flush()
         # Python floats from here on: a dozen operations on small tensors would take longer.
@@ -269,6 +272,7 @@ def _log_probabilities(result: BatchResult) -> Tensor:
 
 
 def _ratio(numerator: float, denominator: float) -> float:
+    """Divide; NaN if the denominator is 0."""
     return numerator / denominator if denominator > 0 else math.nan
 
 

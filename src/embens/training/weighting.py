@@ -18,7 +18,12 @@ from embens.losses import Criterion, gaussian_nll, ignored_label, squared_error
 
 
 class WeightedTarget(NamedTuple):
-    """A target and the weights of its rows, which a weighted criterion takes apart."""
+    """A target and the weights of its rows, which a weighted criterion takes apart.
+
+    Attributes:
+        target: the target of the criterion.
+        weight: sample weights ``(row,)``.
+    """
 
     target: Any
     weight: Tensor
@@ -29,6 +34,9 @@ def weighted(criterion: Criterion) -> Criterion:
 
     Args:
         criterion: a loss of torch, or a function that returns one loss per row.
+
+    Returns:
+        The weighted criterion.
 
     Raises:
         ValueError: if the criterion has class weights, or returns one loss for all rows.
@@ -56,7 +64,10 @@ def weighted(criterion: Criterion) -> Criterion:
         if ignored is not None and not target.is_floating_point():
             counts = (target != ignored).to(losses)
         # Positions of a row share its weight; those with ignored labels do not count.
-        weight = (weight * counts.flatten(1).any(1)) if counts.dim() > 1 else weight * counts
+        has_label = counts
+        if counts.dim() > 1:
+            has_label = counts.flatten(1).any(1).to(losses)
+        weight = weight * has_label
         losses = losses.reshape(rows, -1).sum(1) / counts.reshape(rows, -1).sum(1).clamp(min=1)
         total = weight.sum()
         return (weight * losses).sum() / torch.where(total > 0, total, 1.0)
@@ -81,9 +92,9 @@ def _without_reduction(criterion: Any) -> Any:
     if isinstance(criterion, nn.modules.loss._Loss):
         criterion = copy.copy(criterion)
         criterion.reduction = "none"
-        return functools.partial(_aligned, criterion)
+        return functools.partial(_call_aligned, criterion)
     if getattr(function, "__module__", "") == F.__name__:
-        return functools.partial(_aligned, functools.partial(criterion, reduction="none"))
+        return functools.partial(_call_aligned, functools.partial(criterion, reduction="none"))
     return criterion
 
 
@@ -91,7 +102,7 @@ def _squared_errors(outputs: Tensor, target: Tensor) -> Tensor:
     return (outputs - target.reshape(outputs.shape)).square()
 
 
-def _aligned(criterion: Any, outputs: Tensor, target: Tensor) -> Tensor:
+def _call_aligned(criterion: Any, outputs: Tensor, target: Tensor) -> Tensor:
     """Call a loss of torch with targets ``(n,)`` in the shape of outputs ``(n, 1)``."""
     if target.is_floating_point() and target.numel() == outputs.numel():
         target = target.reshape(outputs.shape)
