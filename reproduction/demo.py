@@ -38,10 +38,10 @@ class IntervalResult:
     """Intervals of one method on a table, one entry per split.
 
     Attributes:
-        method: the name of the method.
-        coverage: fraction of test rows inside their interval.
-        width: mean width of the intervals.
-        error: root mean squared error of the predictions.
+        method: The name of the method.
+        coverage: Fraction of test rows inside their interval.
+        width: Mean width of the intervals.
+        error: Root mean squared error of the predictions.
     """
 
     method: str
@@ -55,10 +55,10 @@ class RegimeResult:
     """Eight members with one distribution of modulations, one entry per seed.
 
     Attributes:
-        mean: mean p of the modulations, which are signs.
-        correlation: correlation of the members' errors.
-        member_loss: mean log loss of the members.
-        ensemble_loss: log loss of the ensemble.
+        mean: Mean p of the modulations, which are signs.
+        correlation: Correlation of the members' errors.
+        member_loss: Mean log loss of the members.
+        ensemble_loss: Log loss of the ensemble.
     """
 
     mean: float

@@ -39,10 +39,10 @@ def select(outputs: Tensor, target: Tensor, size: int, metric: Metric | None = N
     the best single member.
 
     Args:
-        outputs: outputs of the candidates on held-out data, ``(member, batch, class)``.
-        target: targets of the held-out data.
-        size: number of choices; a member may be chosen several times.
-        metric: score to minimise, for example ``embens.metrics.brier``. None: log loss of the mean
+        outputs: Outputs of the candidates on held-out data, ``(member, batch, class)``.
+        target: Targets of the held-out data.
+        size: Number of choices; a member may be chosen several times.
+        metric: Score to minimise, for example ``embens.metrics.brier``. None: log loss of the mean
             probability for integer targets, squared error of the mean output otherwise.
 
     Returns:
@@ -78,8 +78,8 @@ def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
     """Return the mean squared error of the mean output.
 
     Args:
-        outputs: outputs, ``(member, batch, class)``.
-        target: targets, ``(batch, class)`` or ``(batch,)`` for one class.
+        outputs: Outputs, ``(member, batch, class)``.
+        target: Targets, ``(batch, class)`` or ``(batch,)`` for one class.
     """
     mean = outputs.mean(0)
     return (mean - target.reshape(mean.shape)).square().mean()
@@ -94,10 +94,10 @@ def random_recipes(
     ``spread``; label smoothing is uniform on [0, 0.2].
 
     Args:
-        recipe: centre of the search.
-        count: number of recipes.
-        spread: largest factor.
-        generator: source of randomness.
+        recipe: Centre of the search.
+        count: Number of recipes.
+        spread: Largest factor.
+        generator: Source of randomness.
 
     Example:
         >>> recipes = random_recipes(Recipe(epochs=3, lr=0.1), 5)
@@ -129,12 +129,12 @@ def hyper_deep_ensemble(
     """Train networks with different hyperparameters and select the best combination.
 
     Args:
-        reference: network whose initialisation all candidates of the first round share; copied.
-        train_data: training inputs and targets.
-        validation_data: held-out inputs and targets, for the two selections.
-        members: number of members.
-        recipes: hyperparameters of the candidates; see :func:`random_recipes`.
-        generator: source of the initialisations in the second round.
+        reference: Network whose initialisation all candidates of the first round share; copied.
+        train_data: Training inputs and targets.
+        validation_data: Held-out inputs and targets, for the two selections.
+        members: Number of members.
+        recipes: Hyperparameters of the candidates; see :func:`random_recipes`.
+        generator: Source of the initialisations in the second round.
 
     Returns:
         Ensemble of the chosen networks; a network may occur several times.
@@ -176,9 +176,9 @@ class MemberSettings:
     """Hyperparameters of the members of an embedded ensemble, one value per member.
 
     Attributes:
-        rates: factors of the learning rate of individual parameters.
-        weight_decay: weight decay of individual parameters.
-        label_smoothing: label smoothing of cross-entropy.
+        rates: Factors of the learning rate of individual parameters.
+        weight_decay: Weight decay of individual parameters.
+        label_smoothing: Label smoothing of cross-entropy.
 
     Example:
         >>> MemberSettings(rates=(1.0, 0.3), weight_decay=(0.0, 0.01), label_smoothing=(0.0, 0.1))
@@ -196,10 +196,10 @@ def hyper_batch_ensemble(
     """Train an embedded ensemble for classification with per-member hyperparameters, in place.
 
     Args:
-        ensemble: ensemble whose individual parameters are modulations, such as a BatchEnsemble.
-        data: training inputs and class indices.
-        recipe: hyperparameters of the run and of the shared parameters.
-        settings: hyperparameters of the members.
+        ensemble: Ensemble whose individual parameters are modulations, such as a BatchEnsemble.
+        data: Training inputs and class indices.
+        recipe: Hyperparameters of the run and of the shared parameters.
+        settings: Hyperparameters of the members.
 
     Example:
         >>> reference = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))

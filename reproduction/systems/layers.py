@@ -9,7 +9,7 @@ def first_layer(network: nn.Module) -> str:
     """Return the name of the first Linear or Conv layer, in order of registration.
 
     Args:
-        network: network with at least two such layers.
+        network: Network with at least two such layers.
 
     Example:
         >>> first_layer(nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
@@ -22,7 +22,7 @@ def last_layer(network: nn.Module) -> str:
     """Return the name of the last Linear or Conv layer, in order of registration.
 
     Args:
-        network: network with at least two such layers.
+        network: Network with at least two such layers.
 
     Example:
         >>> last_layer(nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))

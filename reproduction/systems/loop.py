@@ -37,15 +37,15 @@ class Recipe:
     """Hyperparameters of a training run with SGD.
 
     Attributes:
-        epochs: number of passes over the training data.
-        lr: learning rate, before the factor of a schedule.
-        batch_size: samples per step.
-        weight_decay: weight decay of SGD.
-        momentum: momentum of SGD.
-        label_smoothing: label smoothing of cross-entropy; only for ``criterion=None``.
-        criterion: loss of one network. None selects cross-entropy for integer targets and squared
+        epochs: Number of passes over the training data.
+        lr: Learning rate, before the factor of a schedule.
+        batch_size: Samples per step.
+        weight_decay: Weight decay of SGD.
+        momentum: Momentum of SGD.
+        label_smoothing: Label smoothing of cross-entropy; only for ``criterion=None``.
+        criterion: Loss of one network. None selects cross-entropy for integer targets and squared
             error for floating ones, as in ``embens.objective``.
-        seed: seed of the sample order. Dropout uses torch's global generator.
+        seed: Seed of the sample order. Dropout uses torch's global generator.
 
     Example:
         >>> Recipe(epochs=10, lr=0.05).momentum
@@ -65,7 +65,7 @@ class Recipe:
         """Return SGD with these hyperparameters.
 
         Args:
-            parameters: parameters, or parameter groups whose settings take precedence.
+            parameters: Parameters, or parameter groups whose settings take precedence.
         """
         return SGD(parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
@@ -73,8 +73,8 @@ class Recipe:
         """Return the loss of one network.
 
         Args:
-            outputs: outputs of the network, ``(batch, class)``.
-            target: targets, ``(batch,)`` or ``(batch, class)``.
+            outputs: Outputs of the network, ``(batch, class)``.
+            target: Targets, ``(batch,)`` or ``(batch, class)``.
         """
         criterion = self.criterion
         if self.label_smoothing > 0:
@@ -95,8 +95,8 @@ def constant(step: int, steps: int) -> float:
     """Return 1, the factor of a constant learning rate.
 
     Args:
-        step: step of the run, from 0.
-        steps: number of steps of the run.
+        step: Step of the run, from 0.
+        steps: Number of steps of the run.
     """
     return 1.0
 
@@ -107,8 +107,8 @@ def linear_decay(step: int, steps: int) -> float:
     This is the default schedule of ``embens.fit``, applied per step instead of per epoch.
 
     Args:
-        step: step of the run, from 0.
-        steps: number of steps of the run.
+        step: Step of the run, from 0.
+        steps: Number of steps of the run.
 
     Example:
         >>> [round(linear_decay(step, 4), 3) for step in range(5)]
@@ -122,8 +122,8 @@ def shuffle(rows: int, generator: torch.Generator) -> Tensor:
     """Return a random order of the samples, ``(row,)``.
 
     Args:
-        rows: number of samples.
-        generator: source of randomness.
+        rows: Number of samples.
+        generator: Source of randomness.
     """
     return torch.randperm(rows, generator=generator)
 
@@ -141,16 +141,16 @@ def train(
     """Minimise a loss over batches of the data.
 
     Args:
-        loss: training loss of one batch.
-        optimizer: optimizer of the parameters behind the loss.
-        data: training inputs and targets. Batches are moved to the device of the parameters.
-        recipe: epochs, batch size and seed of the run.
-        rate: factor of the optimizer's learning rates at each step.
-        order: order of the samples in an epoch.
-        after_step: called after every step with the number of finished steps.
+        loss: Training loss of one batch.
+        optimizer: Optimizer of the parameters behind the loss.
+        data: Training inputs and targets. Batches are moved to the device of the parameters.
+        recipe: Epochs, batch size and seed of the run.
+        rate: Factor of the optimizer's learning rates at each step.
+        order: Order of the samples in an epoch.
+        after_step: Called after every step with the number of finished steps.
 
     Raises:
-        ArithmeticError: if the loss is not finite.
+        ArithmeticError: If the loss is not finite.
 
     Example:
         >>> weight = torch.zeros((), requires_grad=True)
@@ -199,11 +199,11 @@ def train_network(
     """Train a plain network in place, in training mode.
 
     Args:
-        network: network with outputs ``(batch, class)``.
-        data: training inputs and targets.
-        recipe: hyperparameters of the run.
-        rate: factor of the learning rate at each step.
-        after_step: called after every step with the number of finished steps.
+        network: Network with outputs ``(batch, class)``.
+        data: Training inputs and targets.
+        recipe: Hyperparameters of the run.
+        rate: Factor of the learning rate at each step.
+        after_step: Called after every step with the number of finished steps.
 
     Example:
         >>> network = nn.Linear(2, 2)

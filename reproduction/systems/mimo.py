@@ -38,13 +38,13 @@ class MIMO(nn.Module):
     With one member it is the reference.
 
     Args:
-        reference: network with one input and one output ``(batch, class)``; copied. Its trunk and
+        reference: Network with one input and one output ``(batch, class)``; copied. Its trunk and
             the bias of its first layer are kept; no other layer may read the raw input.
-        members: number of inputs and outputs, M.
-        mixing: concentration α of the mixing ratios, 2 in the MixMo paper. None: MIMO.
-        first: name of the first layer, a Linear or Conv layer. None: the first one registered.
-        last: name of the last layer, a Linear layer. None: the last one registered.
-        generator: source of the new first and last layers.
+        members: Number of inputs and outputs, M.
+        mixing: Concentration α of the mixing ratios, 2 in the MixMo paper. None: MIMO.
+        first: Name of the first layer, a Linear or Conv layer. None: the first one registered.
+        last: Name of the last layer, a Linear layer. None: the last one registered.
+        generator: Source of the new first and last layers.
 
     Shape:
         - input: ``(batch, …)``, the same for all members.
@@ -90,7 +90,7 @@ class MIMO(nn.Module):
         """Return the outputs of all members for the same inputs, in one pass.
 
         Args:
-            x: inputs, ``(batch, …)``.
+            x: Inputs, ``(batch, …)``.
 
         Returns:
             Outputs, ``(member, batch, class)``.
@@ -105,8 +105,8 @@ class MIMO(nn.Module):
         """Return the outputs of all members for per-member inputs.
 
         Args:
-            inputs: inputs, ``(member, batch, …)``.
-            shares: factors s of the members in the first layer, ``(member,)``. None: ones.
+            inputs: Inputs, ``(member, batch, …)``.
+            shares: Factors s of the members in the first layer, ``(member,)``. None: ones.
 
         Returns:
             Outputs, ``(member, batch, class)``.
@@ -132,9 +132,9 @@ class MIMO(nn.Module):
         """Return the training loss: the weighted sum over members of their losses.
 
         Args:
-            inputs: inputs, ``(member, batch, …)``.
-            target: targets, ``(member, batch)`` or ``(member, batch, class)``.
-            criterion: loss of one member; see ``embens.objective``.
+            inputs: Inputs, ``(member, batch, …)``.
+            target: Targets, ``(member, batch)`` or ``(member, batch, class)``.
+            criterion: Loss of one member; see ``embens.objective``.
         """
         shares = self.draw_shares()
         if shares is None:
@@ -165,7 +165,7 @@ def loss_weights(shares: Tensor) -> Tensor:
     """Return MixMo's weights of the members' losses, of mean 1.
 
     Args:
-        shares: shares of the members in the mixed input, ``(member,)``.
+        shares: Shares of the members in the mixed input, ``(member,)``.
 
     Example:
         >>> loss_weights(torch.tensor([1.0, 1.0]))
@@ -181,10 +181,10 @@ def member_orders(
     """Return an order of the samples for each member; an ``order`` of ``loop.train``.
 
     Args:
-        rows: number of samples.
-        generator: source of randomness.
-        members: number of members.
-        repetition: fraction of the positions at which all members see the same sample.
+        rows: Number of samples.
+        generator: Source of randomness.
+        members: Number of members.
+        repetition: Fraction of the positions at which all members see the same sample.
 
     Returns:
         Sample indices, ``(member, row)``; each row of it is a permutation.

@@ -37,15 +37,15 @@ class NTKGPMember(nn.Module):
     """Network plus the fixed function δ.
 
     Args:
-        reference: network of ``embens.networks`` layers with ``parametrization="ntk"``. It is
+        reference: Network of ``embens.networks`` layers with ``parametrization="ntk"``. It is
             copied, and the parameters of the copy are drawn from N(0, 1).
-        last: name of the last layer. None: the last one registered.
-        generator: source of the initial parameters and of the direction.
+        last: Name of the last layer. None: the last one registered.
+        generator: Source of the initial parameters and of the direction.
 
     Attributes:
-        network: the trained network f.
-        initial: a frozen copy of f that holds the initial parameters θ⁰.
-        direction: a frozen copy of f that holds θ*.
+        network: The trained network f.
+        initial: A frozen copy of f that holds the initial parameters θ⁰.
+        direction: A frozen copy of f that holds θ*.
 
     Shape:
         - input: ``(batch, …)``.
@@ -109,10 +109,10 @@ class NTKGPMember(nn.Module):
         """Return the training loss of a batch, divided by the number of samples.
 
         Args:
-            inputs: inputs of the batch, ``(batch, …)``.
-            target: noisy targets of the batch, ``(batch, class)``.
-            noise_std: standard deviation σ of the noise.
-            rows: number of samples in the training data.
+            inputs: Inputs of the batch, ``(batch, …)``.
+            target: Noisy targets of the batch, ``(batch, class)``.
+            noise_std: Standard deviation σ of the noise.
+            rows: Number of samples in the training data.
         """
         squares = (self(inputs) - target).square().sum(-1).mean()
         return squares / (2 * noise_std**2) + self.penalty() / rows
@@ -130,13 +130,13 @@ def bayesian_deep_ensemble(
     """Train members to draws of the GP posterior with the NTK.
 
     Args:
-        reference: network of ``embens.networks`` layers with ``parametrization="ntk"``.
-        data: inputs and targets ``(row, class)``.
-        members: number of members.
-        recipe: hyperparameters; its weight decay is not used, because the penalty replaces it. The
+        reference: Network of ``embens.networks`` layers with ``parametrization="ntk"``.
+        data: Inputs and targets ``(row, class)``.
+        members: Number of members.
+        recipe: Hyperparameters; its weight decay is not used, because the penalty replaces it. The
             seed also determines initial parameters, directions and noise.
-        noise_std: standard deviation σ of the noise on the targets.
-        rate: factor of the learning rate at each step.
+        noise_std: Standard deviation σ of the noise on the targets.
+        rate: Factor of the learning rate at each step.
 
     Returns:
         Ensemble of trained :class:`NTKGPMember` networks.

@@ -32,11 +32,11 @@ class Rank1(nn.Module):
     means of the modulations.
 
     Args:
-        reference: network to embed; copied.
-        members: number of members.
-        prior_std: standard deviation s of the prior N(1, s²).
-        sites: sites of the modulations; see ``embens.embed``.
-        generator: source of the initial means.
+        reference: Network to embed; copied.
+        members: Number of members.
+        prior_std: Standard deviation s of the prior N(1, s²).
+        sites: Sites of the modulations; see ``embens.embed``.
+        generator: Source of the initial means.
 
     Shape:
         - input: ``(batch, …)``.
@@ -96,7 +96,7 @@ class Rank1(nn.Module):
         """Draw modulations from torch's global generator and return the outputs.
 
         Args:
-            x: inputs, ``(batch, …)``.
+            x: Inputs, ``(batch, …)``.
 
         Returns:
             Outputs, ``(member, batch, class)``.
@@ -121,10 +121,10 @@ class Rank1(nn.Module):
         """Return the training loss: the sum of the members' losses plus KL / rows.
 
         Args:
-            inputs: inputs of a batch, ``(batch, …)``.
-            target: targets of the batch.
-            rows: number of samples in the training data.
-            criterion: loss of one member; see ``embens.objective``.
+            inputs: Inputs of a batch, ``(batch, …)``.
+            target: Targets of the batch.
+            rows: Number of samples in the training data.
+            criterion: Loss of one member; see ``embens.objective``.
         """
         return embens.objective(self(inputs), target, criterion) + self.kl() / rows
 
@@ -134,8 +134,8 @@ class Rank1(nn.Module):
         Standard deviations train at the rate of the modulations, without weight decay.
 
         Args:
-            lr: learning rate; see ``EmbeddedEnsemble.parameter_groups``.
-            weight_decay: weight decay of shared parameters.
+            lr: Learning rate; see ``EmbeddedEnsemble.parameter_groups``.
+            weight_decay: Weight decay of shared parameters.
         """
         groups = self.ensemble.parameter_groups(lr=lr, weight_decay=weight_decay)
         groups.append({"params": list(self.log_stds), "lr": lr, "weight_decay": 0.0})

@@ -17,7 +17,7 @@ class SeparateNetworks(nn.Module):
     """Ensemble of networks that share no parameters.
 
     Args:
-        networks: one network per member. They are held, not copied, and may repeat.
+        networks: One network per member. They are held, not copied, and may repeat.
 
     Shape:
         - input: whatever the networks take.
@@ -65,9 +65,9 @@ def redraw(
     """Return copies of a network with newly initialised parameters.
 
     Args:
-        reference: network or layer whose modules have ``reset_parameters``. Its weights are unused.
-        members: number of copies.
-        generator: source of randomness.
+        reference: Network or layer whose modules have ``reset_parameters``. Its weights are unused.
+        members: Number of copies.
+        generator: Source of randomness.
 
     Example:
         >>> first, second = redraw(nn.Linear(4, 3), 2)

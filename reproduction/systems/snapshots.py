@@ -44,10 +44,10 @@ def snapshot_ensemble(
     """Train one network with cosine cycles and keep it at the end of each.
 
     Args:
-        network: where the run starts; copied.
-        data: training inputs and targets.
-        members: number of cycles and members.
-        recipe: hyperparameters of the whole run; ``lr`` is the highest rate.
+        network: Where the run starts; copied.
+        data: Training inputs and targets.
+        members: Number of cycles and members.
+        recipe: Hyperparameters of the whole run; ``lr`` is the highest rate.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -73,10 +73,10 @@ def fast_geometric_ensemble(
     """Continue training with triangular cycles and keep the network at each minimum.
 
     Args:
-        network: trained network, where the run starts; copied.
-        data: training inputs and targets.
-        members: number of cycles and members.
-        recipe: hyperparameters of the whole run; ``lr`` is the highest rate.
+        network: Trained network, where the run starts; copied.
+        data: Training inputs and targets.
+        members: Number of cycles and members.
+        recipe: Hyperparameters of the whole run; ``lr`` is the highest rate.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -100,9 +100,9 @@ def cycle_position(step: int, steps: int, cycles: int) -> tuple[int, int]:
     """Return the position of a step in its cycle, from 1, and the length of the cycle.
 
     Args:
-        step: step of the run, from 0.
-        steps: number of steps of the run.
-        cycles: number of cycles, of equal length up to one step.
+        step: Step of the run, from 0.
+        steps: Number of steps of the run.
+        cycles: Number of cycles, of equal length up to one step.
 
     Example:
         >>> [cycle_position(step, steps=5, cycles=2) for step in range(5)]
@@ -118,8 +118,8 @@ def cosine_rate(position: int, length: int) -> float:
     """Return the factor of the learning rate in a cosine cycle.
 
     Args:
-        position: position in the cycle, from 1.
-        length: length of the cycle.
+        position: Position in the cycle, from 1.
+        length: Length of the cycle.
     """
     return (1 + math.cos(math.pi * (position - 1) / length)) / 2
 
@@ -128,8 +128,8 @@ def triangular_rate(position: int, length: int) -> float:
     """Return the factor of the learning rate in a triangular cycle.
 
     Args:
-        position: position in the cycle, from 1.
-        length: length of the cycle.
+        position: Position in the cycle, from 1.
+        length: Length of the cycle.
     """
     return LOWEST_RATE + (1 - LOWEST_RATE) * abs(1 - 2 * position / length)
 
@@ -167,12 +167,12 @@ class WeightMoments:
     """Normal distribution fitted to a sequence of weight vectors.
 
     Args:
-        weights: first vector of the sequence.
-        rank: number of deviations to keep, K.
+        weights: First vector of the sequence.
+        rank: Number of deviations to keep, K.
 
     Attributes:
-        mean: mean of the sequence.
-        deviations: the last K differences between a vector and the mean up to that vector.
+        mean: Mean of the sequence.
+        deviations: The last K differences between a vector and the mean up to that vector.
     """
 
     def __init__(self, weights: Tensor, rank: int):
@@ -217,12 +217,12 @@ def swag(
     """Continue training at a constant rate, fit a normal distribution, and draw members.
 
     Args:
-        network: trained network, where the run starts; copied.
-        data: training inputs and targets.
-        members: number of draws.
-        recipe: hyperparameters of the run, with at least two epochs. The seed also determines the
+        network: Trained network, where the run starts; copied.
+        data: Training inputs and targets.
+        members: Number of draws.
+        recipe: Hyperparameters of the run, with at least two epochs. The seed also determines the
             draws.
-        rank: number of deviations to keep, K, at least 2.
+        rank: Number of deviations to keep, K, at least 2.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))

@@ -38,16 +38,16 @@ def check_whole(name: str, value: Any, least: int = 1) -> int:
     """Check that a value is an integer of at least ``least``.
 
     Args:
-        name: name of the argument, for the error message.
-        value: the value to check; booleans and floats are not integers.
-        least: smallest valid value.
+        name: Name of the argument, for the error message.
+        value: The value to check; booleans and floats are not integers.
+        least: Smallest valid value.
 
     Returns:
         The value as a Python ``int``.
 
     Raises:
-        TypeError: if the value is not an integer.
-        ValueError: if the value is smaller than ``least``.
+        TypeError: If the value is not an integer.
+        ValueError: If the value is smaller than ``least``.
 
     Example:
         >>> check_whole("epochs", 0)
@@ -72,7 +72,7 @@ def check_members(members: Any) -> int:
     """Check the number of members, a positive integer.
 
     Args:
-        members: the number.
+        members: The number.
 
     Returns:
         The number as a Python ``int``.
@@ -93,17 +93,17 @@ def check_number(
     """Check that a value is a finite real number that satisfies a condition.
 
     Args:
-        name: name of the argument, for the error message.
-        value: a number, or a tensor with one element.
-        expected: completes the sentence "the argument must be …".
-        valid: returns True for valid values; called with finite values only.
+        name: Name of the argument, for the error message.
+        value: A number, or a tensor with one element.
+        expected: Completes the sentence "the argument must be …".
+        valid: Returns True for valid values; called with finite values only.
 
     Returns:
         The value as a Python ``float``.
 
     Raises:
-        TypeError: if the value is not a real number.
-        ValueError: if the value is NaN, infinite or not valid.
+        TypeError: If the value is not a real number.
+        ValueError: If the value is NaN, infinite or not valid.
 
     Example:
         >>> check_number("rate", -1, "a number above 0", lambda rate: rate > 0)
@@ -126,15 +126,15 @@ def check_choice(name: str, value: T, choices: Iterable[T]) -> T:
     """Check that a value is one of several choices.
 
     Args:
-        name: name of the argument, for the error message.
-        value: the value to check.
-        choices: the valid values.
+        name: Name of the argument, for the error message.
+        value: The value to check.
+        choices: The valid values.
 
     Returns:
         The value.
 
     Raises:
-        ValueError: if the value is none of the choices; the message suggests the closest one.
+        ValueError: If the value is none of the choices; the message suggests the closest one.
 
     Example:
         >>> check_choice("pool", "averge", ("average", "max"))
@@ -152,8 +152,8 @@ def closest(name: str, candidates: Iterable[str]) -> str:
     """Return the end of an error message that suggests a name.
 
     Args:
-        name: the name that was not found.
-        candidates: the valid names; at most 20 of them are listed.
+        name: The name that was not found.
+        candidates: The valid names; at most 20 of them are listed.
 
     Returns:
         "; did you mean …? Candidates: …", or ". Candidates: …" if no candidate is similar.
@@ -178,7 +178,7 @@ def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
     The signature and the docstring of the function are kept.
 
     Args:
-        hints: for some names, the text that follows "has no argument 'name'".
+        hints: For some names, the text that follows "has no argument 'name'".
 
     Returns:
         The decorator.
@@ -213,8 +213,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points at the line of the user's code.
 
     Args:
-        message: the problem and its fix.
-        category: class of the warning.
+        message: The problem and its fix.
+        category: Class of the warning.
 
     Example:
         >>> with warnings.catch_warnings(record=True) as caught:
@@ -236,16 +236,16 @@ def check_rows(name: str, values: Any, expected: str) -> int:
     """Check that all leaves of a nested container are tensors with the same number of rows.
 
     Args:
-        name: name of the argument, for the error message.
-        values: a tensor, or a nested container of tensors.
-        expected: completes the sentence "the argument must be …".
+        name: Name of the argument, for the error message.
+        values: A tensor, or a nested container of tensors.
+        expected: Completes the sentence "the argument must be …".
 
     Returns:
         The number of rows, the length of the first axis.
 
     Raises:
-        TypeError: if there is no tensor, or a leaf is not a tensor with at least one axis.
-        ValueError: if the tensors differ in their number of rows.
+        TypeError: If there is no tensor, or a leaf is not a tensor with at least one axis.
+        ValueError: If the tensors differ in their number of rows.
 
     Example:
         >>> import torch
@@ -275,8 +275,8 @@ def find_gaps(name: str, values: Any) -> str:
     """Describe non-finite entries; return "" if there are none.
 
     Args:
-        name: a plural noun for the values, such as "inputs".
-        values: a tensor, or a nested container of tensors and other leaves.
+        name: A plural noun for the values, such as "inputs".
+        values: A tensor, or a nested container of tensors and other leaves.
 
     Returns:
         A clause without a final period that names the first tensor with NaN or infinite values and
@@ -309,7 +309,7 @@ def name_rows(flags: Tensor) -> str:
     """List the rows in which any entry of a boolean tensor ``(row, …)`` is true.
 
     Args:
-        flags: a boolean tensor; one without axes counts as a single row.
+        flags: A boolean tensor; one without axes counts as a single row.
 
     Returns:
         Text such as "row 3" or "rows 3, 7"; at most 10 rows are listed.
@@ -334,7 +334,7 @@ def short_repr(self: Any) -> str:
     """Return a dataclass in one line, with the shapes of tensors instead of their values.
 
     Args:
-        self: a dataclass instance; assign the function to ``__repr__`` of its class.
+        self: A dataclass instance; assign the function to ``__repr__`` of its class.
 
     Returns:
         Text such as ``Grams(values=(4, 4))``.

@@ -50,22 +50,22 @@ def compare(
     the temperature; test data are used for the scores only.
 
     Args:
-        candidates: networks or ensembles by name; the first one is the baseline. A plain network is
+        candidates: Networks or ensembles by name; the first one is the baseline. A plain network is
             trained as it is. A function without arguments is called once per seed, after torch's
             global generator was seeded, so that each run has new initial weights. A module starts
             every run with its present weights.
-        train: training data, as for :func:`embens.fit`.
-        validation: validation data of the same form.
-        test: test data of the same form.
-        epochs: number of epochs.
-        lr: learning rate. Of several rates, each candidate uses the one with the lowest validation
+        train: Training data, as for :func:`embens.fit`.
+        validation: Validation data of the same form.
+        test: Test data of the same form.
+        epochs: Number of epochs.
+        lr: Learning rate. Of several rates, each candidate uses the one with the lowest validation
             loss in the run with seed 0.
-        seeds: number of training runs per candidate; their seeds are 0, 1, ….
+        seeds: Number of training runs per candidate; their seeds are 0, 1, ….
         budget: "epochs" trains every candidate for ``epochs`` epochs. "compute" gives all
             candidates the same number of floating-point operations: the most expensive candidate
             is trained for ``epochs`` epochs, the others for proportionally more.
-        folder: where runs are saved. The same call continues an interrupted comparison.
-        **options: further arguments of :func:`embens.fit` for all candidates, such as
+        folder: Where runs are saved. The same call continues an interrupted comparison.
+        **options: Further arguments of :func:`embens.fit` for all candidates, such as
             ``batch_size``, ``optimizer`` or ``progress``.
 
     Returns:
@@ -77,8 +77,8 @@ def compare(
         and ``epochs``.
 
     Raises:
-        ValueError: if an argument is invalid.
-        Divergence: if a candidate diverges at every learning rate.
+        ValueError: If an argument is invalid.
+        Divergence: If a candidate diverges at every learning rate.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -222,12 +222,12 @@ class _Trainer:
     """Trains one candidate.
 
     Attributes:
-        candidate: the candidate.
-        data: train, validation and test data.
-        epochs: number of epochs.
-        options: arguments of :func:`embens.fit`.
-        folder: where runs are saved.
-        name: name of the candidate's subfolder.
+        candidate: The candidate.
+        data: Train, validation and test data.
+        epochs: Number of epochs.
+        options: Arguments of :func:`embens.fit`.
+        folder: Where runs are saved.
+        name: Name of the candidate's subfolder.
     """
 
     candidate: Candidate
@@ -310,10 +310,10 @@ def _row_values(
     """Return the metrics of each row ``(row,)``, in double precision.
 
     Args:
-        outputs: outputs of all members ``(member, row, …)``.
-        target: classes or values ``(row, …)``.
-        criterion: of the training; None: the default.
-        temperature: divides the logits for ``calibrated_nll``.
+        outputs: Outputs of all members ``(member, row, …)``.
+        target: Classes or values ``(row, …)``.
+        criterion: Of the training; None: the default.
+        temperature: Divides the logits for ``calibrated_nll``.
     """
     outputs = outputs.double()
     task = _task_of(criterion, outputs, target)

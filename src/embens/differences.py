@@ -38,12 +38,12 @@ class Difference:
     """Difference of a candidate to the first one in one metric, with its 95 % interval.
 
     Attributes:
-        candidate: name of the candidate.
-        baseline: name of the first candidate.
-        metric: name of the metric.
-        value: mean over test rows and seeds of the candidate's value minus the baseline's.
-        low: lower end of the interval.
-        high: upper end of the interval.
+        candidate: Name of the candidate.
+        baseline: Name of the first candidate.
+        metric: Name of the metric.
+        value: Mean over test rows and seeds of the candidate's value minus the baseline's.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
 
     Example:
         >>> gain = Difference("batch", "one", "accuracy", 0.25, 0.125, 0.375)
@@ -64,9 +64,9 @@ class Comparison:
     """The result of :func:`compare`.
 
     Attributes:
-        scores: quality and cost by candidate, means over seeds.
-        differences: paired differences to the first candidate.
-        seeds: number of training runs of each candidate.
+        scores: Quality and cost by candidate, means over seeds.
+        differences: Paired differences to the first candidate.
+        seeds: Number of training runs of each candidate.
 
     Example:
         >>> scores = {"one": {"accuracy": 0.5}, "batch": {"accuracy": 0.75}}
@@ -122,7 +122,7 @@ class Comparison:
             :class:`Difference`.
 
         Raises:
-            ValueError: if there is no such table.
+            ValueError: If there is no such table.
 
         Example:
             >>> result = Comparison({"one": {"accuracy": 0.5}}, [], seeds=1)
@@ -158,7 +158,7 @@ def paired_differences(row_values: dict[str, dict[str, Tensor]]) -> list[Differe
     """Return the differences of all candidates to the first one.
 
     Args:
-        row_values: values ``(seed, row)`` by candidate and metric.
+        row_values: Values ``(seed, row)`` by candidate and metric.
 
     Returns:
         One difference for each other candidate and metric.
@@ -184,14 +184,14 @@ def paired_interval(differences: Tensor, level: float = LEVEL) -> tuple[float, f
     """Return the confidence interval of a mean difference over rows and training runs.
 
     Args:
-        differences: differences ``(seed, row)``.
-        level: probability of the interval.
+        differences: Differences ``(seed, row)``.
+        level: Probability of the interval.
 
     Returns:
         Its lower and upper end, by the formula of this module.
 
     Raises:
-        ValueError: if there are fewer than two rows.
+        ValueError: If there are fewer than two rows.
 
     Example:
         >>> import torch

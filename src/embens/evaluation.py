@@ -43,15 +43,15 @@ def evaluate(
     """Return the scores of an ensemble on labelled data.
 
     Args:
-        ensemble: the ensemble; it runs in evaluation mode, and its mode is restored afterwards.
-        data: tensors or arrays ``(inputs, target)``, a data set or a loader; several inputs:
+        ensemble: The ensemble; it runs in evaluation mode, and its mode is restored afterwards.
+        data: Tensors or arrays ``(inputs, target)``, a data set or a loader; several inputs:
             ``((x, z), target)``. Sample weights, as in ``(x, target, weight)``, are ignored.
-        batch_size: samples per batch; a loader has a fixed one.
-        members: number of masks to draw, if they are resampled, as for :func:`embens.predict`.
+        batch_size: Samples per batch; a loader has a fixed one.
+        members: Number of masks to draw, if they are resampled, as for :func:`embens.predict`.
         task: "classification", "regression" or "gaussian", as for :func:`embens.predict`. None:
             classification for integer targets, regression for floating ones.
-        level: nominal level of the central prediction interval whose coverage is reported.
-        generator: draws masks; None: the global generator.
+        level: Nominal level of the central prediction interval whose coverage is reported.
+        generator: Draws masks; None: the global generator.
 
     Returns:
         For classification:
@@ -74,8 +74,8 @@ def evaluate(
           (0.9 by default); a calibrated ensemble has a coverage of ``level``.
 
     Raises:
-        TypeError: if there are no targets.
-        ValueError: if the shapes of outputs and targets do not match.
+        TypeError: If there are no targets.
+        ValueError: If the shapes of outputs and targets do not match.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -100,14 +100,14 @@ def infer_task(outputs: Tensor, target: Tensor) -> Task:
     """Return "classification" for integer targets, "regression" for floating ones.
 
     Args:
-        outputs: outputs ``(member, batch, …)``.
-        target: targets ``(batch, …)``.
+        outputs: Outputs ``(member, batch, …)``.
+        target: Targets ``(batch, …)``.
 
     Returns:
         The task.
 
     Raises:
-        ValueError: if the targets are rows of class probabilities, which :func:`embens.fit` trains
+        ValueError: If the targets are rows of class probabilities, which :func:`embens.fit` trains
             by cross-entropy.
 
     Example:
@@ -129,8 +129,8 @@ def classification_scores(outputs: Tensor, target: Tensor) -> dict[str, float]:
     """Return the classification scores of :func:`evaluate`.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
+        outputs: Logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
 
     Returns:
         The scores by name; NaN where they are undefined.
@@ -161,9 +161,9 @@ def regression_scores(
     """Return the regression scores of :func:`evaluate`.
 
     Args:
-        prediction: prediction with the task "regression" or "gaussian".
-        target: values with the shape of ``prediction.mean``, apart from axes of length 1.
-        level: nominal level of the prediction interval.
+        prediction: Prediction with the task "regression" or "gaussian".
+        target: Values with the shape of ``prediction.mean``, apart from axes of length 1.
+        level: Nominal level of the prediction interval.
 
     Returns:
         The scores by name.
@@ -200,17 +200,17 @@ def run_labelled(
     """Return the outputs and the targets of labelled data.
 
     Args:
-        ensemble: the ensemble.
-        data: labelled data, as for :func:`evaluate`.
-        batch_size: samples per batch.
-        members: number of masks to draw, if they are resampled.
-        generator: draws masks.
+        ensemble: The ensemble.
+        data: Labelled data, as for :func:`evaluate`.
+        batch_size: Samples per batch.
+        members: Number of masks to draw, if they are resampled.
+        generator: Draws masks.
 
     Returns:
         Outputs ``(member, batch, …)`` and targets ``(batch, …)``.
 
     Raises:
-        TypeError: if the network has several outputs, or the data have no targets.
+        TypeError: If the network has several outputs, or the data have no targets.
     """
     targets: list[Tensor] = []
 
@@ -237,14 +237,14 @@ def match_shape(target: Tensor, mean: Tensor) -> Tensor:
     """Reshape the target to the shape of the mean if they differ in axes of length 1 only.
 
     Args:
-        target: values ``(batch, …)``.
-        mean: mean output ``(batch, …)``.
+        target: Values ``(batch, …)``.
+        mean: Mean output ``(batch, …)``.
 
     Returns:
         The target, with the shape of the mean.
 
     Raises:
-        ValueError: if they differ in other axes.
+        ValueError: If they differ in other axes.
     """
     target_sizes = [size for size in target.shape[1:] if size != 1]
     mean_sizes = [size for size in mean.shape[1:] if size != 1]

@@ -21,13 +21,13 @@ class Fields:
     """The fields of a dictionary that was read from a file.
 
     Args:
-        values: the dictionary; anything else is refused.
-        place: where it is, for error messages: the name of the file and the path in it.
-        names: names that it must have; None: any.
-        optional: names that it may have as well.
+        values: The dictionary; anything else is refused.
+        place: Where it is, for error messages: the name of the file and the path in it.
+        names: Names that it must have; None: any.
+        optional: Names that it may have as well.
 
     Raises:
-        Refused: if the value is not a dictionary, or if a name is missing or unknown.
+        Refused: If the value is not a dictionary, or if a name is missing or unknown.
 
     Example:
         >>> fields = Fields({"members": 0}, "x.safetensors: spec", ["members"])
@@ -159,8 +159,8 @@ def is_typed(value: Any, hint: Any) -> bool:
     """Return whether a value has the type of an annotation, and is not NaN.
 
     Args:
-        value: floats, integers, texts, tensors, and lists and dictionaries of them.
-        hint: the annotation: a class, a union of them, or a list, such as ``list[str] | None``.
+        value: Floats, integers, texts, tensors, and lists and dictionaries of them.
+        hint: The annotation: a class, a union of them, or a list, such as ``list[str] | None``.
 
     Example:
         >>> is_typed([1, 2], list[int]), is_typed(True, int), is_typed(None, float | None)

@@ -38,14 +38,14 @@ def write_folder(
     its place.
 
     Args:
-        path: the folder.
-        fill: writes the files into an empty folder.
-        is_earlier: returns whether an existing folder was written by an earlier call and holds
+        path: The folder.
+        fill: Writes the files into an empty folder.
+        is_earlier: Returns whether an existing folder was written by an earlier call and holds
             nothing else, so that it may be replaced.
 
     Raises:
-        NotADirectoryError: if ``path`` is a file.
-        FileExistsError: if ``path`` is a folder with other files, or the current folder.
+        NotADirectoryError: If ``path`` is a file.
+        FileExistsError: If ``path`` is a folder with other files, or the current folder.
 
     Example:
         >>> import tempfile
@@ -84,12 +84,12 @@ def check_folder(path: Path, is_earlier: Callable[[Path], bool]) -> None:
     """Raise unless a folder can be written at a path without a loss for the user.
 
     Args:
-        path: the folder, without symbolic links.
-        is_earlier: as in :func:`write_folder`.
+        path: The folder, without symbolic links.
+        is_earlier: As in :func:`write_folder`.
 
     Raises:
-        NotADirectoryError: if ``path`` is a file.
-        FileExistsError: if ``path`` is a folder with other files, or the current folder.
+        NotADirectoryError: If ``path`` is a file.
+        FileExistsError: If ``path`` is a folder with other files, or the current folder.
     """
     if not os.path.lexists(path):
         return

@@ -38,24 +38,24 @@ def predict(
     """Run an ensemble on data in batches, in evaluation mode and without gradients.
 
     Args:
-        ensemble: the ensemble; its mode is restored afterwards.
-        x: inputs ``(batch, …)`` as a tensor, an array or a numeric table; a tuple for several
+        ensemble: The ensemble; its mode is restored afterwards.
+        x: Inputs ``(batch, …)`` as a tensor, an array or a numeric table; a tuple for several
             inputs, or a dict by argument name; a data set or a loader, whose targets are ignored
             (the last element of an item is the target, unless it is the only one). Batches are
             moved to the device of the ensemble, outputs back to the device of the inputs. Floating
             arrays are converted to the dtype of the ensemble.
-        batch_size: samples per batch; a loader has a fixed one.
-        members: number of masks to draw, if the ensemble resamples its masks at each pass; one mask
+        batch_size: Samples per batch; a loader has a fixed one.
+        members: Number of masks to draw, if the ensemble resamples its masks at each pass; one mask
             is used for all samples. None: the number of members of the ensemble.
         task: "classification" (outputs are logits), "regression" (point predictions) or "gaussian"
             (outputs ``(…, 2)`` are a mean and the logarithm of a variance).
-        generator: draws masks; None: the global generator.
+        generator: Draws masks; None: the global generator.
 
     Returns:
         The outputs of all members, with their mean and uncertainty.
 
     Raises:
-        ValueError: if ``members`` is given but masks are fixed, or inputs are not finite.
+        ValueError: If ``members`` is given but masks are fixed, or inputs are not finite.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -84,10 +84,10 @@ def run_batches(
     """Return the outputs of all members for batches of inputs, as :func:`predict` does.
 
     Args:
-        ensemble: the ensemble.
-        batches: batches of inputs, each a tensor, or a tuple or dict of tensors.
-        members: number of masks to draw, if they are resampled; None: as many as members.
-        generator: draws masks; None: the global generator.
+        ensemble: The ensemble.
+        batches: Batches of inputs, each a tensor, or a tuple or dict of tensors.
+        members: Number of masks to draw, if they are resampled; None: as many as members.
+        generator: Draws masks; None: the global generator.
 
     Returns:
         Outputs ``(member, batch, …)`` of all batches together.
@@ -128,8 +128,8 @@ def check_ensemble(name: str, ensemble: Any) -> None:
     """Raise TypeError unless an argument is an ensemble.
 
     Args:
-        name: of the function, for the error message.
-        ensemble: its first argument.
+        name: Of the function, for the error message.
+        ensemble: Its first argument.
     """
     if isinstance(ensemble, EmbeddedEnsemble):
         return
@@ -144,8 +144,8 @@ def check_gaussian(outputs: Any, task: Task) -> None:
     """Check that outputs are pairs of a mean and a log-variance if the task says so.
 
     Args:
-        outputs: outputs ``(member, batch, …)``.
-        task: the meaning of the outputs.
+        outputs: Outputs ``(member, batch, …)``.
+        task: The meaning of the outputs.
     """
     if task == "gaussian" and isinstance(outputs, Tensor) and outputs.shape[-1] != 2:
         raise ValueError(

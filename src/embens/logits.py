@@ -16,7 +16,7 @@ def log_probabilities(outputs: Tensor) -> Tensor:
     """Return the members' log-probabilities, finite where a probability underflows to 0.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
+        outputs: Logits ``(member, batch, class)``.
 
     Returns:
         Logarithms ``(member, batch, class)``.
@@ -32,7 +32,7 @@ def log_mean_probability(outputs: Tensor) -> Tensor:
     r"""Return the logarithm of the mean probability, :math:`\log \bar p`.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
+        outputs: Logits ``(member, batch, class)``.
 
     Returns:
         Logarithms ``(batch, class)``.
@@ -48,14 +48,14 @@ def check_outputs(outputs: Tensor) -> Tensor:
     """Check logits and convert them to float32 or higher precision.
 
     Args:
-        outputs: finite logits ``(member, batch, class)``.
+        outputs: Finite logits ``(member, batch, class)``.
 
     Returns:
         The logits.
 
     Raises:
-        TypeError: if they are no floating tensor.
-        ValueError: if the shape is wrong, or a value is not finite.
+        TypeError: If they are no floating tensor.
+        ValueError: If the shape is wrong, or a value is not finite.
 
     Example:
         >>> check_outputs(torch.zeros(3, 1, 2, dtype=torch.bfloat16)).dtype
@@ -97,15 +97,15 @@ def check_labelled(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Check logits and class indices; convert the indices to int64.
 
     Args:
-        outputs: finite logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
+        outputs: Finite logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
 
     Returns:
         The logits as :func:`check_outputs` returns them, and the indices on their device.
 
     Raises:
-        TypeError: if the target is no integer tensor.
-        ValueError: if its shape is wrong, or an index is out of range.
+        TypeError: If the target is no integer tensor.
+        ValueError: If its shape is wrong, or an index is out of range.
 
     Example:
         >>> outputs, target = check_labelled(torch.zeros(3, 2, 2), torch.tensor([0, 1]))

@@ -38,13 +38,13 @@ def member_losses(
     """Return the losses of all members that have rows; see :func:`embens.objective`.
 
     Args:
-        outputs: outputs of an ensemble, ``(member, batch, …)``, or a dictionary or tuple of them;
+        outputs: Outputs of an ensemble, ``(member, batch, …)``, or a dictionary or tuple of them;
             ``(batch, …)`` if the batch was split.
-        target: passed to the criterion with each member's outputs.
-        criterion: a function of one member's ``(outputs, target)``; None: by the target.
-        batch: how the ensemble was called.
-        of: what the criterion is applied to.
-        members: number of members; required for a split batch.
+        target: Passed to the criterion with each member's outputs.
+        criterion: A function of one member's ``(outputs, target)``; None: by the target.
+        batch: How the ensemble was called.
+        of: What the criterion is applied to.
+        members: Number of members; required for a split batch.
 
     Returns:
         Losses ``(member,)``.
@@ -146,7 +146,7 @@ def logits_of(outputs: Any) -> Any:
     """Return the ``"logits"`` of a model output of transformers; other outputs unchanged.
 
     Args:
-        outputs: a tensor, or a nested container of tensors.
+        outputs: A tensor, or a nested container of tensors.
 
     Returns:
         The logits ``(member, batch, class)``, or the outputs.
@@ -166,16 +166,16 @@ def default_criterion(
     """Return the criterion that suits a target; see :func:`embens.objective`.
 
     Args:
-        outputs: outputs ``(member, batch, …)``; ``(batch, …)`` if the batch was split.
-        target: integer classes, rows of class probabilities, or values.
-        batch: how the ensemble was called.
-        of: what the criterion is applied to.
+        outputs: Outputs ``(member, batch, …)``; ``(batch, …)`` if the batch was split.
+        target: Integer classes, rows of class probabilities, or values.
+        batch: How the ensemble was called.
+        of: What the criterion is applied to.
 
     Returns:
         Cross-entropy, :func:`squared_error` or :func:`gaussian_nll`.
 
     Raises:
-        TypeError: if the target is boolean or complex, or not a tensor.
+        TypeError: If the target is boolean or complex, or not a tensor.
 
     Example:
         >>> default_criterion(torch.zeros(3, 5, 2), torch.zeros(5, dtype=torch.int64)).__name__
@@ -213,7 +213,7 @@ def ignored_label(criterion: Any) -> int | None:
     """Return the label that a cross-entropy leaves out, or None for other criteria.
 
     Args:
-        criterion: any criterion, also a ``functools.partial`` of one.
+        criterion: Any criterion, also a ``functools.partial`` of one.
 
     Returns:
         The label.
@@ -235,13 +235,13 @@ def check_labels(name: str, target: Any, classes: int, ignored: int = IGNORED) -
     """Raise ValueError for integer labels that are not classes.
 
     Args:
-        name: of the target, for the error message.
-        target: labels of any shape; floating targets are not checked.
-        classes: number of outputs.
-        ignored: the label to leave out.
+        name: Of the target, for the error message.
+        target: Labels of any shape; floating targets are not checked.
+        classes: Number of outputs.
+        ignored: The label to leave out.
 
     Raises:
-        ValueError: if a label is not a class, or there are fewer than two outputs.
+        ValueError: If a label is not a class, or there are fewer than two outputs.
 
     Example:
         >>> check_labels("train", torch.tensor([0, 3]), classes=3)
@@ -286,7 +286,7 @@ def squared_error(outputs: Tensor, target: Tensor) -> Tensor:
 
     Args:
         outputs: ``(batch, …)``.
-        target: of the same shape; ``(n,)`` is compared with ``(n, 1)`` row by row.
+        target: Of the same shape; ``(n,)`` is compared with ``(n, 1)`` row by row.
 
     Returns:
         A scalar.
@@ -313,7 +313,7 @@ def gaussian_nll(outputs: Tensor, target: Tensor) -> Tensor:
         Losses ``(batch,)``.
 
     Raises:
-        ValueError: if the outputs are not pairs, or the target has another shape.
+        ValueError: If the outputs are not pairs, or the target has another shape.
 
     Example:
         >>> outputs = torch.tensor([[3.0, 0.0]])  # mean 3, variance 1

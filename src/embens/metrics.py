@@ -41,8 +41,8 @@ def ensemble_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
     """Accuracy of the class with the largest mean output.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
+        outputs: Logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
 
     Returns:
         The fraction of correct predictions.
@@ -61,8 +61,8 @@ def member_accuracy(outputs: Outputs, target: Target) -> Float[Tensor, " member"
     """Accuracy of each member.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
+        outputs: Logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
 
     Returns:
         The fraction of correct predictions of each member, ``(member,)``.
@@ -81,8 +81,8 @@ def nll(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
     r"""Negative log-likelihood of the mean probability, :math:`-\log \bar p(y \mid x)`.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
+        outputs: Logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
 
     Returns:
         The mean over the batch, in nats; differentiable.
@@ -100,8 +100,8 @@ def member_nll(outputs: Outputs, target: Target) -> Float[Tensor, " member"]:
     """Negative log-likelihood of each member.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
+        outputs: Logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
 
     Returns:
         The mean over the batch, in nats, ``(member,)``; differentiable.
@@ -124,8 +124,8 @@ def brier(outputs: Outputs, target: Target) -> Float[Tensor, ""]:
     With two classes it is twice the score that is common for binary targets.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
+        outputs: Logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
 
     Returns:
         The mean over the batch; differentiable.
@@ -150,8 +150,8 @@ def correctness_correlation(outputs: Outputs, target: Target) -> Float[Tensor, "
     pair remains, the result is NaN with a warning.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
+        outputs: Logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
 
     Returns:
         The correlation, from -1 to 1.
@@ -185,8 +185,8 @@ def disagreement(outputs: Outputs, target: Ignored = None) -> Float[Tensor, ""]:
     With a single member the result is NaN with a warning.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: not used.
+        outputs: Logits ``(member, batch, class)``.
+        target: Not used.
 
     Returns:
         The fraction, from 0 to 1.
@@ -213,9 +213,9 @@ class Reliability(NamedTuple):
     """Reliability diagram with one value per confidence bin; NaN for empty bins.
 
     Attributes:
-        confidence: mean confidence ``(bin,)``.
-        accuracy: fraction of correct predictions ``(bin,)``.
-        samples: number of samples ``(bin,)``.
+        confidence: Mean confidence ``(bin,)``.
+        accuracy: Fraction of correct predictions ``(bin,)``.
+        samples: Number of samples ``(bin,)``.
 
     Example:
         >>> diagram = reliability(torch.zeros(3, 4, 2), torch.tensor([0, 0, 0, 1]), bins=2)
@@ -234,9 +234,9 @@ def reliability(outputs: Outputs, target: Target, *, bins: int = 15) -> Reliabil
     The confidence is the mean probability of the predicted class.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
-        bins: number of bins.
+        outputs: Logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
+        bins: Number of bins.
 
     Returns:
         Confidence, accuracy and number of samples per bin.
@@ -265,9 +265,9 @@ def expected_calibration_error(
         \sum_b \frac{n_b}{n} \left| \mathrm{accuracy}_b - \mathrm{confidence}_b \right|
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: class indices ``(batch,)``.
-        bins: number of bins, as in :func:`reliability`.
+        outputs: Logits ``(member, batch, class)``.
+        target: Class indices ``(batch,)``.
+        bins: Number of bins, as in :func:`reliability`.
 
     Returns:
         The error, from 0 to 1.
@@ -300,8 +300,8 @@ def predictive_entropy(outputs: Outputs, target: Ignored = None) -> Float[Tensor
     r"""Entropy of the mean probability, :math:`H(\bar p)`: the total uncertainty.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: not used.
+        outputs: Logits ``(member, batch, class)``.
+        target: Not used.
 
     Returns:
         One value per sample ``(batch,)``, in nats.
@@ -321,8 +321,8 @@ def mutual_information(outputs: Outputs, target: Ignored = None) -> Float[Tensor
         I = H(\bar p) - \frac1M \sum_a H(p_a) = \frac1M \sum_a \mathrm{KL}(p_a \,\|\, \bar p)
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: not used.
+        outputs: Logits ``(member, batch, class)``.
+        target: Not used.
 
     Returns:
         One value per sample ``(batch,)``, in nats, at least 0.
@@ -343,8 +343,8 @@ def least_confidence(outputs: Outputs, target: Ignored = None) -> Float[Tensor, 
     r"""Probability that the predicted class is wrong, :math:`1 - \max_c \bar p_c`.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: not used.
+        outputs: Logits ``(member, batch, class)``.
+        target: Not used.
 
     Returns:
         One value per sample ``(batch,)``.
@@ -371,10 +371,10 @@ def ood_auroc(
     distribution, computed exactly; ties count one half.
 
     Args:
-        outputs: logits ``(member, batch, class)``.
-        target: logits ``(member, other, class)`` of samples out of distribution. If ``outputs``
+        outputs: Logits ``(member, batch, class)``.
+        target: Logits ``(member, other, class)`` of samples out of distribution. If ``outputs``
             contain samples of both kinds: flags ``(batch,)``, true or 1 for out of distribution.
-        score: uncertainty per sample, such as :func:`mutual_information`,
+        score: Uncertainty per sample, such as :func:`mutual_information`,
             :func:`predictive_entropy` or :func:`least_confidence`.
 
     Returns:

@@ -21,9 +21,9 @@ def negative_log_likelihood(means: Tensor, stds: Tensor, target: Tensor) -> Tens
     r"""Return :math:`-\log \frac1M \sum_a N(y; \mu_a, \sigma_a^2)` elementwise.
 
     Args:
-        means: component means ``(component, …)``.
-        stds: component standard deviations ``(component, …)``.
-        target: observed values ``(…)``.
+        means: Component means ``(component, …)``.
+        stds: Component standard deviations ``(component, …)``.
+        target: Observed values ``(…)``.
 
     Returns:
         The negative log-likelihood ``(…)``, in nats; very large or infinite where all components
@@ -48,9 +48,9 @@ def crps(means: Tensor, stds: Tensor, target: Tensor) -> Tensor:
     for independent :math:`Y, Y'` of the mixture. It has the unit of the target; lower is better.
 
     Args:
-        means: component means ``(component, …)``.
-        stds: component standard deviations ``(component, …)``.
-        target: observed values ``(…)``.
+        means: Component means ``(component, …)``.
+        stds: Component standard deviations ``(component, …)``.
+        target: Observed values ``(…)``.
 
     Returns:
         The score ``(…)``.
@@ -81,9 +81,9 @@ def quantile(means: Tensor, stds: Tensor, q: float) -> Tensor:
     """Return the quantile of a mixture elementwise, by Newton's method and bisection.
 
     Args:
-        means: component means ``(component, …)``.
-        stds: component standard deviations ``(component, …)``.
-        q: the probability, between 0 and 1.
+        means: Component means ``(component, …)``.
+        stds: Component standard deviations ``(component, …)``.
+        q: The probability, between 0 and 1.
 
     Returns:
         The quantile ``(…)``.
@@ -148,7 +148,7 @@ def best_scale(loss: Callable[[float], Tensor]) -> float:
     """Return the positive number that minimises a loss, such as a temperature.
 
     Args:
-        loss: a function of the number.
+        loss: A function of the number.
 
     Returns:
         The minimiser between 0.05 and 20, or 1 if it is not better than 1.

@@ -14,7 +14,7 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     """Switch a module to evaluation mode; restore the mode of every submodule on exit.
 
     Args:
-        network: any module.
+        network: Any module.
 
     Example:
         >>> dropout = nn.Dropout()
@@ -40,7 +40,7 @@ def constant_when_compiled(function: Function) -> Function:
     which takes longer than importing torch.
 
     Args:
-        function: a function or method.
+        function: A function or method.
 
     Returns:
         The function.

@@ -37,15 +37,15 @@ class Parametrized(nn.Module):
     It is combined with a layer of torch, as in :class:`Linear`.
 
     Args:
-        *sizes: positional arguments of the torch layer.
-        weight_std: the scale :math:`\sigma_w` of the weights.
-        bias_std: the scale :math:`\sigma_b` of the biases; 0: the layer has no bias.
+        *sizes: Positional arguments of the torch layer.
+        weight_std: The scale :math:`\sigma_w` of the weights.
+        bias_std: The scale :math:`\sigma_b` of the biases; 0: the layer has no bias.
         parametrization: "ntk", "standard" or "xavier".
-        generator: draws the parameters; None: the global generator.
-        **options: keyword arguments of the torch layer, apart from ``bias``.
+        generator: Draws the parameters; None: the global generator.
+        **options: Keyword arguments of the torch layer, apart from ``bias``.
 
     Attributes:
-        fan_in: number of inputs per output.
+        fan_in: Number of inputs per output.
 
     Example:
         >>> layer = Linear(4, 3, weight_std=2.0, bias_std=0.1)
@@ -79,7 +79,7 @@ class Parametrized(nn.Module):
         """Resample the parameters from their distribution.
 
         Args:
-            generator: source of randomness; None: the global generator.
+            generator: Source of randomness; None: the global generator.
 
         Example:
             >>> layer = Linear(4, 3)
@@ -110,8 +110,8 @@ class Parametrized(nn.Module):
         """Return the weight and bias of a plain torch layer with the same outputs.
 
         Args:
-            weight: a weight to use instead of the layer's.
-            bias: a bias to use instead of the layer's.
+            weight: A weight to use instead of the layer's.
+            bias: A bias to use instead of the layer's.
 
         Returns:
             Weight and bias, each with the shape of the layer's; the bias is None if there is none.
@@ -144,7 +144,7 @@ class Linear(Parametrized, nn.Linear):
 
     Args:
         *sizes: ``in_features`` and ``out_features``.
-        **options: as for :class:`Parametrized`.
+        **options: As for :class:`Parametrized`.
 
     Example:
         >>> Linear(4, 3)(torch.zeros(2, 4)).shape
@@ -161,7 +161,7 @@ class Conv2d(Parametrized, nn.Conv2d):
 
     Args:
         *sizes: ``in_channels``, ``out_channels`` and ``kernel_size``.
-        **options: as for :class:`Parametrized`, with the options of torch's layer such as
+        **options: As for :class:`Parametrized`, with the options of torch's layer such as
             ``padding``.
 
     Example:
@@ -254,16 +254,16 @@ def mlp(
     """Build a multilayer perceptron.
 
     Args:
-        inputs: number of input features.
-        width: number of units of each hidden layer.
-        depth: number of hidden layers.
-        outputs: number of outputs.
-        activation: a name in ``ACTIVATIONS``, or a module, which is copied for each layer.
-        activation_slope: slope of "leaky_relu" for negative inputs.
-        weight_std: scale of the weights; the square root of 2 preserves the signal under ReLU.
-        bias_std: scale of the biases; 0: no biases.
+        inputs: Number of input features.
+        width: Number of units of each hidden layer.
+        depth: Number of hidden layers.
+        outputs: Number of outputs.
+        activation: A name in ``ACTIVATIONS``, or a module, which is copied for each layer.
+        activation_slope: Slope of "leaky_relu" for negative inputs.
+        weight_std: Scale of the weights; the square root of 2 preserves the signal under ReLU.
+        bias_std: Scale of the biases; 0: no biases.
         parametrization: "ntk", "standard" or "xavier".
-        generator: draws the parameters; None: the global generator.
+        generator: Draws the parameters; None: the global generator.
 
     Returns:
         A network ``(batch, inputs) -> (batch, outputs)``.
@@ -315,18 +315,18 @@ def cnn(
     It has 3×3 convolutions with padding 1, 2×2 pooling between them, and no biases.
 
     Args:
-        channels: number of channels of each convolution.
-        width: factor of all ``channels``.
-        inputs: number of channels of the images.
-        outputs: number of outputs.
-        image: height and width of the images; only ``readout="flatten"`` depends on it.
+        channels: Number of channels of each convolution.
+        width: Factor of all ``channels``.
+        inputs: Number of channels of the images.
+        outputs: Number of outputs.
+        image: Height and width of the images; only ``readout="flatten"`` depends on it.
         pool: "average" or "max".
         readout: "mean" over pixels, or "flatten", with separate weights for each pixel.
-        activation: a name in ``ACTIVATIONS``, or a module, which is copied for each layer.
-        activation_slope: slope of "leaky_relu" for negative inputs.
-        weight_std: scale of the weights.
+        activation: A name in ``ACTIVATIONS``, or a module, which is copied for each layer.
+        activation_slope: Slope of "leaky_relu" for negative inputs.
+        weight_std: Scale of the weights.
         parametrization: "ntk", "standard" or "xavier".
-        generator: draws the parameters; None: the global generator.
+        generator: Draws the parameters; None: the global generator.
 
     Returns:
         A network ``(batch, inputs, image, image) -> (batch, outputs)``.
@@ -389,8 +389,8 @@ def make_activation(activation: str | nn.Module, slope: float = DEFAULT_SLOPE) -
     """Create an activation.
 
     Args:
-        activation: a name in ``ACTIVATIONS``, or a module to copy.
-        slope: slope of "leaky_relu" for negative inputs.
+        activation: A name in ``ACTIVATIONS``, or a module to copy.
+        slope: Slope of "leaky_relu" for negative inputs.
 
     Returns:
         A new module.

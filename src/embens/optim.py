@@ -81,21 +81,21 @@ def objective(
     """Return the sum of the members' losses.
 
     Args:
-        outputs: outputs of an ensemble, ``(member, batch, …)``, or a dictionary or tuple of them.
-        target: passed to the criterion with each member's outputs.
-        criterion: a function of one member's ``(outputs, target)``; a vector of losses is averaged.
+        outputs: Outputs of an ensemble, ``(member, batch, …)``, or a dictionary or tuple of them.
+        target: Passed to the criterion with each member's outputs.
+        criterion: A function of one member's ``(outputs, target)``; a vector of losses is averaged.
             None: cross-entropy for integer targets (-100 marks a row to leave out) and for rows of
             probabilities, squared error for other floating targets, of the outputs or of their
             ``"logits"``. Targets ``(n,)`` are compared with outputs ``(n, 1)`` row by row. A
             criterion with an attribute ``over_members = True`` is called once with the outputs of
             all members and returns ``(member, batch, …)``.
-        batch: how the ensemble was called. For "own" the target has the members first as well; for
+        batch: How the ensemble was called. For "own" the target has the members first as well; for
             "split" member a's loss is the mean over its rows a, a + M, ….
         of: "members": one loss per member; "mean": the loss of the mean output takes the
             place of every member's; "moments": so does the loss of one normal distribution with the
             mean and variance of the members' mixture, for means and log-variances
             (:func:`gaussian_nll`; Lakshminarayanan et al. 2017).
-        members: number of members; required for a split batch.
+        members: Number of members; required for a split batch.
 
     Returns:
         A scalar.
@@ -133,8 +133,8 @@ def has_labels(outputs: Any, target: Any) -> bool:
     It does for logits on the CPU with one integer label for each row and position.
 
     Args:
-        outputs: outputs of an ensemble, ``(member, batch, class, …)`` if they are logits.
-        target: the target, ``(batch, …)``.
+        outputs: Outputs of an ensemble, ``(member, batch, class, …)`` if they are logits.
+        target: The target, ``(batch, …)``.
 
     Example:
         >>> has_labels(torch.zeros(4, 5, 2), torch.tensor([0, 1, 1, 0, 1]))
@@ -155,15 +155,15 @@ def total_cross_entropy(outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor
     One reduction over all rows is faster than one per member.
 
     Args:
-        outputs: logits ``(member, batch, class, …)``.
-        target: labels ``(batch, …)``.
+        outputs: Logits ``(member, batch, class, …)``.
+        target: Labels ``(batch, …)``.
 
     Returns:
         The sum, not finite if every label is ignored; log-probabilities ``(member, class, batch,
         …)``.
 
     Raises:
-        ValueError: if a label is not a class.
+        ValueError: If a label is not a class.
 
     Example:
         >>> loss, _ = total_cross_entropy(torch.zeros(4, 5, 2), torch.tensor([0, 1, 1, 0, 1]))
@@ -195,8 +195,8 @@ def gamma_for_coupling(members: int, coupling: float) -> float:
     the larger one, which is :math:`1 - r` for :math:`r < 0`.
 
     Args:
-        members: number of members :math:`M`.
-        coupling: mean cosine :math:`r` of the gradients of two members.
+        members: Number of members :math:`M`.
+        coupling: Mean cosine :math:`r` of the gradients of two members.
 
     Returns:
         The gradient scale.
@@ -215,7 +215,7 @@ def natural_gamma(spec: "EnsembleSpec") -> float:
     equal members.
 
     Args:
-        spec: of the ensemble; the coupling is the product of the overlaps of its laws.
+        spec: Of the ensemble; the coupling is the product of the overlaps of its laws.
 
     Returns:
         The gradient scale, gamma* of this module.
@@ -232,16 +232,16 @@ def gradient_factor(gamma: Gamma, members: int, natural: float) -> float:
     r"""Return :math:`\gamma(M)/M`.
 
     Args:
-        gamma: a number, a function of M, or None for the natural value.
-        members: number of members :math:`M`.
-        natural: the natural gamma.
+        gamma: A number, a function of M, or None for the natural value.
+        members: Number of members :math:`M`.
+        natural: The natural gamma.
 
     Returns:
         The factor of the shared gradient, at least 0.
 
     Raises:
-        TypeError: if gamma is not a number.
-        ValueError: if it is negative or not finite.
+        TypeError: If gamma is not a number.
+        ValueError: If it is negative or not finite.
 
     Example:
         >>> gradient_factor(2.0, members=8, natural=8.0), gradient_factor(None, 8, 8.0)
@@ -268,8 +268,8 @@ class OptimizerKind:
     """How an optimizer uses gradients and weight decay.
 
     Attributes:
-        scale_free: whether it takes the same step for a gradient and for any multiple of it.
-        decoupled: whether a scale-free optimizer multiplies its decay by the learning rate instead
+        scale_free: Whether it takes the same step for a gradient and for any multiple of it.
+        decoupled: Whether a scale-free optimizer multiplies its decay by the learning rate instead
             of adding it to the gradient.
     """
 
@@ -281,13 +281,13 @@ def kind_of_optimizer(optimizer: MakeOptimizer) -> OptimizerKind:
     """Return the kind of an optimizer; unknown ones are tried on a small parameter.
 
     Args:
-        optimizer: a class, or a function from parameter groups to an optimizer.
+        optimizer: A class, or a function from parameter groups to an optimizer.
 
     Returns:
         The kind.
 
     Raises:
-        TypeError: if it is neither, or its steps need a closure.
+        TypeError: If it is neither, or its steps need a closure.
 
     Example:
         >>> kind_of_optimizer(torch.optim.AdamW)
@@ -342,9 +342,9 @@ class SharedFactors:
     """Factors of the rates of the shared parameters.
 
     Attributes:
-        rate: factor of the learning rate.
-        decay: factor of the weight decay, which makes the decay of a step independent of gamma.
-        fits_adam: whether the factors are right for optimizers of the Adam kind.
+        rate: Factor of the learning rate.
+        decay: Factor of the weight decay, which makes the decay of a step independent of gamma.
+        fits_adam: Whether the factors are right for optimizers of the Adam kind.
     """
 
     rate: float
@@ -356,9 +356,9 @@ def shared_factors(spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer)
     """Return the factors of learning rate and weight decay of the shared parameters.
 
     Args:
-        spec: of the ensemble.
-        gamma: a number, a function of M, or None for the natural value.
-        optimizer: the class, or the function from groups to an optimizer, they are for.
+        spec: Of the ensemble.
+        gamma: A number, a function of M, or None for the natural value.
+        optimizer: The class, or the function from groups to an optimizer, they are for.
 
     Returns:
         The factors; both are 0 for ``gamma=0``.
@@ -463,9 +463,9 @@ def check_rates(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> Non
     groups for SGD in an optimizer of the Adam kind.
 
     Args:
-        optimizer: any optimizer; groups that :func:`parameter_groups` did not make are ignored.
-        args: of its step, not used.
-        kwargs: of its step, not used.
+        optimizer: Any optimizer; groups that :func:`parameter_groups` did not make are ignored.
+        args: Of its step, not used.
+        kwargs: Of its step, not used.
     """
     if torch.compiler.is_compiling():
         return

@@ -46,9 +46,9 @@ class Prediction:
     ``torch.load`` keep them.
 
     Attributes:
-        members: outputs ``(member, batch, *output)``.
-        task: the meaning of the outputs, see :func:`embens.predict`.
-        outputs: all outputs of a network that returns ``logits`` among others; otherwise None.
+        members: Outputs ``(member, batch, *output)``.
+        task: The meaning of the outputs, see :func:`embens.predict`.
+        outputs: All outputs of a network that returns ``logits`` among others; otherwise None.
 
     Example:
         >>> prediction = Prediction(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]))
@@ -170,7 +170,7 @@ class Prediction:
         """Return a quantile of the predictive distribution (``components``).
 
         Args:
-            q: the probability, between 0 and 1.
+            q: The probability, between 0 and 1.
 
         Returns:
             The quantile, with the shape of ``mean``.
@@ -187,7 +187,7 @@ class Prediction:
         """Return the central prediction interval.
 
         Args:
-            level: probability of the interval under the predictive distribution.
+            level: Probability of the interval under the predictive distribution.
 
         Returns:
             Lower and upper ends, with the shape of ``mean``.
@@ -208,8 +208,8 @@ class Prediction:
         """Return the risk of the most certain rows as a function of their number.
 
         Args:
-            target: class indices or values ``(batch,)``.
-            score: the uncertainty; None: ``metrics.least_confidence``, or the variance.
+            target: Class indices or values ``(batch,)``.
+            score: The uncertainty; None: ``metrics.least_confidence``, or the variance.
 
         Returns:
             The curve; the loss is the error rate, or the squared error.
@@ -230,8 +230,8 @@ class Prediction:
         """Select the least certain rows.
 
         Args:
-            fraction: fraction of rows to select.
-            score: the uncertainty; None: ``metrics.least_confidence``, or the variance.
+            fraction: Fraction of rows to select.
+            score: The uncertainty; None: ``metrics.least_confidence``, or the variance.
 
         Returns:
             Boolean mask of the selected rows.
@@ -254,9 +254,9 @@ class Prediction:
         """Flag rows that are less certain than held-out rows.
 
         Args:
-            held_out: prediction for rows that were not used in training.
-            rate: largest rate of false alarms.
-            score: the uncertainty; None: the mutual information (the entropy for a single member),
+            held_out: Prediction for rows that were not used in training.
+            rate: Largest rate of false alarms.
+            score: The uncertainty; None: the mutual information (the entropy for a single member),
                 or the variance.
 
         Returns:
@@ -280,7 +280,7 @@ class Prediction:
         """Return the number by which logits should be divided for calibration.
 
         Args:
-            target: classes ``(batch,)`` of these rows, which must not be used in training.
+            target: Classes ``(batch,)`` of these rows, which must not be used in training.
 
         Returns:
             The temperature, for :meth:`tempered`.
@@ -299,7 +299,7 @@ class Prediction:
         """Return the prediction with logits divided by a temperature.
 
         Args:
-            temperature: a positive number.
+            temperature: A positive number.
 
         Returns:
             A new prediction with the same members and rows.
@@ -317,9 +317,9 @@ class Prediction:
         """Return sets of classes that contain the true class with a given probability.
 
         Args:
-            held_out: prediction for rows that neither training nor the temperature used.
-            target: classes of the held-out rows.
-            coverage: the probability, between 0 and 1.
+            held_out: Prediction for rows that neither training nor the temperature used.
+            target: Classes of the held-out rows.
+            coverage: The probability, between 0 and 1.
 
         Returns:
             The sets of all rows.
@@ -347,9 +347,9 @@ class Prediction:
         Romano et al., 2019).
 
         Args:
-            held_out: prediction for rows that were not used in training.
-            target: values of the held-out rows.
-            coverage: the probability, between 0 and 1.
+            held_out: Prediction for rows that were not used in training.
+            target: Values of the held-out rows.
+            coverage: The probability, between 0 and 1.
 
         Returns:
             The intervals of all rows.
@@ -381,13 +381,13 @@ class Prediction:
         A calibrated ensemble is on the diagonal. Error bars are standard errors.
 
         Args:
-            target: class indices ``(batch,)``.
-            path: file to write.
-            before: prediction for the same samples to compare with, for example before
+            target: Class indices ``(batch,)``.
+            path: File to write.
+            before: Prediction for the same samples to compare with, for example before
                 :meth:`tempered`.
 
         Raises:
-            OSError: if no file can be written there.
+            OSError: If no file can be written there.
 
         Example:
             >>> import os, tempfile
@@ -478,11 +478,11 @@ def collate_predictions(
     """Concatenate the rows of predictions; ``DataLoader`` calls this.
 
     Args:
-        batch: predictions with the same members and task.
-        collate_fn_map: not used.
+        batch: Predictions with the same members and task.
+        collate_fn_map: Not used.
 
     Raises:
-        ValueError: if the tasks differ.
+        ValueError: If the tasks differ.
 
     Example:
         >>> parts = [Prediction(torch.zeros(4, 2, 3)), Prediction(torch.zeros(4, 1, 3))]

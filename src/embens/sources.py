@@ -31,18 +31,18 @@ def input_batches(
     """Yield batches of inputs; targets and weights in data sets and loaders are dropped.
 
     Args:
-        x: inputs, a data set or a loader. The last element of a data set's items is the target,
+        x: Inputs, a data set or a loader. The last element of a data set's items is the target,
             unless it is the only one.
-        batch_size: rows per batch; a loader has a fixed one.
-        dtype: type of the tensors made from floating arrays; None: the type of the array.
-        counts: least and largest number of inputs of the network, for :func:`has_weights`.
+        batch_size: Rows per batch; a loader has a fixed one.
+        dtype: Type of the tensors made from floating arrays; None: the type of the array.
+        counts: Least and largest number of inputs of the network, for :func:`has_weights`.
 
     Yields:
         A tensor, or a tuple or dict of tensors.
 
     Raises:
-        TypeError: if ``x`` is none of these.
-        ValueError: if a tuple has more or fewer inputs than the network takes.
+        TypeError: If ``x`` is none of these.
+        ValueError: If a tuple has more or fewer inputs than the network takes.
 
     Example:
         >>> [len(batch) for batch in input_batches(torch.zeros(5, 2), batch_size=2)]
@@ -68,16 +68,16 @@ def labelled_batches(
     """Yield batches of inputs and targets; sample weights are dropped.
 
     Args:
-        data: tensors ``(inputs, target)``, a data set or a loader.
-        batch_size: rows per batch; a loader has a fixed one.
-        dtype: type of the tensors made from floating arrays; None: the type of the array.
-        counts: least and largest number of inputs of the network, for :func:`has_weights`.
+        data: Tensors ``(inputs, target)``, a data set or a loader.
+        batch_size: Rows per batch; a loader has a fixed one.
+        dtype: Type of the tensors made from floating arrays; None: the type of the array.
+        counts: Least and largest number of inputs of the network, for :func:`has_weights`.
 
     Yields:
         The inputs (a tensor, or a tuple or dict of tensors) and the target.
 
     Raises:
-        TypeError: if ``data`` is none of these, or contains no targets.
+        TypeError: If ``data`` is none of these, or contains no targets.
 
     Example:
         >>> data = torch.zeros(5, 2), torch.zeros(5)
@@ -100,13 +100,13 @@ def split_target(values: Any) -> tuple[Any, Any]:
     """Split ``(inputs, target)``, ``(x, z, target)`` or a dict with "labels".
 
     Args:
-        values: a tuple or list that ends with the target, or a dict.
+        values: A tuple or list that ends with the target, or a dict.
 
     Returns:
         The inputs (a tensor, or a tuple or dict of tensors) and the target.
 
     Raises:
-        TypeError: if there is no target.
+        TypeError: If there is no target.
 
     Example:
         >>> split_target(("x", "z", "target"))
@@ -155,10 +155,10 @@ def check_inputs(
     """Raise ValueError if there are more or fewer inputs than the network takes.
 
     Args:
-        name: of the data, for the error message.
-        inputs: a tuple of inputs; anything else is not checked.
-        counts: least and largest number of inputs of the network; None: unknown.
-        hint: the last sentence of the error message.
+        name: Of the data, for the error message.
+        inputs: A tuple of inputs; anything else is not checked.
+        counts: Least and largest number of inputs of the network; None: unknown.
+        hint: The last sentence of the error message.
 
     Example:
         >>> check_inputs("train", ("x", "z"), (1, 1))
@@ -182,11 +182,11 @@ def has_weights(values: Any, counts: tuple[int, float] | None) -> bool:
     must be ``(x, y, w)``, and does not if it takes two, as in ``(x, z, y)``.
 
     Args:
-        values: a batch, or all data.
-        counts: least and largest number of inputs of the network; None: there are no weights.
+        values: A batch, or all data.
+        counts: Least and largest number of inputs of the network; None: there are no weights.
 
     Raises:
-        TypeError: if both are possible and the last element may be weights.
+        TypeError: If both are possible and the last element may be weights.
 
     Example:
         >>> x, y, w = torch.zeros(5, 2), torch.zeros(5), torch.ones(5)
@@ -215,11 +215,11 @@ def as_tensors(values: Any, dtype: torch.dtype | None = None) -> Any:
     """Convert arrays of numpy and tables of pandas to tensors; keep everything else.
 
     Args:
-        values: an array, a table or a column of numbers, or a nested container.
-        dtype: type of the tensors made from floating arrays; None: the type of the array.
+        values: An array, a table or a column of numbers, or a nested container.
+        dtype: Type of the tensors made from floating arrays; None: the type of the array.
 
     Raises:
-        TypeError: if an array or a table holds anything but numbers.
+        TypeError: If an array or a table holds anything but numbers.
 
     Example:
         >>> import numpy as np
@@ -249,9 +249,9 @@ def note_dtypes(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
     """Add the fix to an error of torch if inputs have another floating type than the network.
 
     Args:
-        error: raised by the network.
-        inputs: a tensor, or a nested container.
-        dtype: of the parameters.
+        error: Raised by the network.
+        inputs: A tensor, or a nested container.
+        dtype: Of the parameters.
     """
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:

@@ -14,8 +14,8 @@ def gather(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> An
     """Join nested outputs of the same structure, tensor by tensor.
 
     Args:
-        outputs: one nested container of tensors per call, all with the same structure.
-        join: joins the tensors at one place, for example ``torch.stack`` or ``torch.cat``.
+        outputs: One nested container of tensors per call, all with the same structure.
+        join: Joins the tensors at one place, for example ``torch.stack`` or ``torch.cat``.
 
     Returns:
         A container of the same structure. Leaves that are not tensors are kept if they are equal;
@@ -65,11 +65,11 @@ def check_same_structure(outputs: Sequence[Any]) -> None:
     """Raise if outputs of several members cannot be joined.
 
     Args:
-        outputs: one nested container of tensors per member.
+        outputs: One nested container of tensors per member.
 
     Raises:
-        ValueError: if containers have different structures.
-        TypeError: if plain values or arrays differ. Other objects may differ; see :func:`gather`.
+        ValueError: If containers have different structures.
+        TypeError: If plain values or arrays differ. Other objects may differ; see :func:`gather`.
     """
     if all(isinstance(output, Tensor) for output in outputs):
         return

@@ -48,8 +48,8 @@ def best_temperature(outputs: Tensor, target: Tensor) -> float:
     """Return the temperature that minimises the regularised negative log-likelihood.
 
     Args:
-        outputs: logits ``(member, batch, class)`` of held-out rows.
-        target: class indices ``(batch,)``.
+        outputs: Logits ``(member, batch, class)`` of held-out rows.
+        target: Class indices ``(batch,)``.
 
     Returns:
         The number by which logits should be divided.
@@ -76,14 +76,14 @@ def conformal_quantile(scores: Tensor, coverage: float) -> float:
     """Return a bound for the score of a new row that holds with probability ``coverage``.
 
     Args:
-        scores: scores of held-out rows ``(row,)``.
-        coverage: the probability, between 0 and 1.
+        scores: Scores of held-out rows ``(row,)``.
+        coverage: The probability, between 0 and 1.
 
     Returns:
         The conformal quantile of the scores.
 
     Raises:
-        ValueError: if there are too few rows for this coverage, or a score is NaN.
+        ValueError: If there are too few rows for this coverage, or a score is NaN.
 
     Example:
         >>> conformal_quantile(torch.arange(1.0, 100.0), coverage=0.9)  # of 1, …, 99
@@ -106,7 +106,7 @@ def least_rows(coverage: float) -> int:
     """Return the number of held-out rows that a coverage needs.
 
     Args:
-        coverage: the probability, between 0 and 1.
+        coverage: The probability, between 0 and 1.
 
     Returns:
         The smallest number of rows for :func:`conformal_quantile`.
@@ -122,13 +122,13 @@ def check_scores(scores: Tensor) -> Tensor:
     """Check that no score is NaN, since NaN cannot be ordered.
 
     Args:
-        scores: scores ``(row,)``.
+        scores: Scores ``(row,)``.
 
     Returns:
         The scores.
 
     Raises:
-        ValueError: if a score is NaN.
+        ValueError: If a score is NaN.
     """
     is_nan = scores.isnan()
     if is_nan.any():
@@ -145,14 +145,14 @@ def picture(path: File, **labels: Any) -> Iterator[Any]:
     """Create axes to draw on, and save the figure at the end.
 
     Args:
-        path: file to write.
-        **labels: properties of the axes, such as ``xlabel`` and ``title``.
+        path: File to write.
+        **labels: Properties of the axes, such as ``xlabel`` and ``title``.
 
     Yields:
         The axes of matplotlib.
 
     Raises:
-        OSError: if no file can be written there, for example because it is a folder.
+        OSError: If no file can be written there, for example because it is a folder.
     """
     from matplotlib.figure import Figure
 
@@ -177,8 +177,8 @@ class RiskCoverage:
     """Risk-coverage curve.
 
     Attributes:
-        coverage: fraction of rows that is kept ``(batch,)``, increasing to 1.
-        risk: mean loss of the kept rows ``(batch,)``.
+        coverage: Fraction of rows that is kept ``(batch,)``, increasing to 1.
+        risk: Mean loss of the kept rows ``(batch,)``.
     """
 
     coverage: Float[Tensor, " batch"]
@@ -193,7 +193,7 @@ class RiskCoverage:
         """Plot the curve and, for comparison, the risk of random rejection.
 
         Args:
-            path: file to write.
+            path: File to write.
         """
         coverage, risk = self.coverage.tolist(), self.risk.tolist()
         with picture(path, xlabel="fraction of rows kept", ylabel="mean loss") as axes:
@@ -205,8 +205,8 @@ def risk_coverage(losses: Float[Tensor, " batch"], scores: Float[Tensor, " batch
     """Return the mean loss of the most certain rows, for every number of rows.
 
     Args:
-        losses: loss of each row ``(batch,)``.
-        scores: uncertainty of each row ``(batch,)``; rows that tie are kept in random order, and
+        losses: Loss of each row ``(batch,)``.
+        scores: Uncertainty of each row ``(batch,)``; rows that tie are kept in random order, and
             the result is the expectation.
 
     Returns:
@@ -233,9 +233,9 @@ class Flags:
     """Rows that are less certain than held-out rows.
 
     Attributes:
-        scores: uncertainty of the rows ``(batch,)``.
-        held_out: uncertainty of held-out rows ``(row,)``.
-        rate: largest rate of false alarms.
+        scores: Uncertainty of the rows ``(batch,)``.
+        held_out: Uncertainty of held-out rows ``(row,)``.
+        rate: Largest rate of false alarms.
     """
 
     scores: Float[Tensor, " batch"]
@@ -256,7 +256,7 @@ class Flags:
         """Plot histograms of the uncertainty of both sets of rows, and the threshold.
 
         Args:
-            path: file to write.
+            path: File to write.
         """
         new_label = f"new rows, {self.flagged.float().mean():.0%} flagged"
         threshold_label = f"{self.rate:.0%} false alarms"
@@ -271,9 +271,9 @@ class ConformalSets:
     """Sets of classes that contain the true class with a given probability.
 
     Attributes:
-        sets: membership of classes in the sets ``(batch, class)``; a set may be empty.
-        coverage: the probability that a set contains the true class.
-        threshold: smallest probability of a class in a set.
+        sets: Membership of classes in the sets ``(batch, class)``; a set may be empty.
+        coverage: The probability that a set contains the true class.
+        threshold: Smallest probability of a class in a set.
     """
 
     sets: Bool[Tensor, "batch class"]
@@ -289,7 +289,7 @@ class ConformalSets:
         """Return the fraction of sets that contain the true class.
 
         Args:
-            target: class indices ``(batch,)``.
+            target: Class indices ``(batch,)``.
 
         Returns:
             The fraction, from 0 to 1.
@@ -307,7 +307,7 @@ class ConformalSets:
         """Plot the distribution of the set sizes.
 
         Args:
-            path: file to write.
+            path: File to write.
         """
         classes = self.sets.shape[1]
         shares = self.sizes.bincount(minlength=classes + 1) / len(self.sets)
@@ -323,10 +323,10 @@ def conformal_sets(
     """Return the classes that are at least as probable as the conformal threshold.
 
     Args:
-        probabilities: class probabilities ``(batch, class)``.
-        held_out: class probabilities of held-out rows ``(row, class)``.
-        target: classes of the held-out rows ``(row,)``.
-        coverage: the probability that a set contains the true class.
+        probabilities: Class probabilities ``(batch, class)``.
+        held_out: Class probabilities of held-out rows ``(row, class)``.
+        target: Classes of the held-out rows ``(row,)``.
+        coverage: The probability that a set contains the true class.
 
     Returns:
         The sets.
@@ -348,10 +348,10 @@ class ConformalIntervals:
     """Intervals that contain the true value with a given probability.
 
     Attributes:
-        low: lower ends, with the shape of the mean prediction.
-        high: upper ends; below ``low`` where the interval is empty.
-        coverage: the probability that an interval contains the true value.
-        margin: the number by which both sides of the prediction interval were widened.
+        low: Lower ends, with the shape of the mean prediction.
+        high: Upper ends; below ``low`` where the interval is empty.
+        coverage: The probability that an interval contains the true value.
+        margin: The number by which both sides of the prediction interval were widened.
     """
 
     low: Tensor
@@ -363,7 +363,7 @@ class ConformalIntervals:
         """Return the fraction of values inside their intervals.
 
         Args:
-            target: values with the shape of ``low``, apart from axes of length 1.
+            target: Values with the shape of ``low``, apart from axes of length 1.
 
         Returns:
             The fraction, from 0 to 1.
@@ -388,10 +388,10 @@ def conformal_intervals(
     """Widen or narrow prediction intervals by one margin, so that they have the coverage.
 
     Args:
-        interval: lower and upper ends ``(batch, …)``.
-        held_out: lower and upper ends for held-out rows ``(row, …)``.
-        target: values of the held-out rows.
-        coverage: the probability that an interval contains the true value.
+        interval: Lower and upper ends ``(batch, …)``.
+        held_out: Lower and upper ends for held-out rows ``(row, …)``.
+        target: Values of the held-out rows.
+        coverage: The probability that an interval contains the true value.
 
     Returns:
         The intervals, with the shape of ``interval``.
@@ -422,8 +422,8 @@ def plot_reliability(diagrams: dict[str, metrics.Reliability], path: File) -> No
     """Plot accuracy against confidence, with the number of samples at each confidence as bars.
 
     Args:
-        diagrams: reliability diagrams by their labels; all have bins of the same width.
-        path: file to write.
+        diagrams: Reliability diagrams by their labels; all have bins of the same width.
+        path: File to write.
     """
     labels = {"xlabel": "confidence", "ylabel": "accuracy", "xlim": (0, 1), "ylim": (0, 1)}
     with picture(path, **labels) as axes:

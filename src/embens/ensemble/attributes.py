@@ -30,7 +30,7 @@ def read_attributes(ensemble: "EmbeddedEnsemble") -> list[MemberAttributes]:
     An attribute that the code only sets, such as the auxiliary loss of a pass, is left out.
 
     Args:
-        ensemble: the ensemble between two passes.
+        ensemble: The ensemble between two passes.
     """
     if not ensemble.merged.changed_attributes():
         return []
@@ -53,8 +53,8 @@ def attribute_names(attributes: list[MemberAttributes], *, unwritable: bool = Fa
     """Return the names of attributes, each with its type.
 
     Args:
-        attributes: the attributes of each member.
-        unwritable: whether to return only those that a file cannot hold.
+        attributes: The attributes of each member.
+        unwritable: Whether to return only those that a file cannot hold.
     """
     names = {}
     for member in attributes:
@@ -69,8 +69,8 @@ def restore_attributes(ensemble: "EmbeddedEnsemble", attributes: list[MemberAttr
     """Set what :func:`read_attributes` returned.
 
     Args:
-        ensemble: an ensemble with as many members.
-        attributes: the attributes of each member.
+        ensemble: An ensemble with as many members.
+        attributes: The attributes of each member.
     """
     executor = ensemble.merged
     executor.restore_attributes(attributes)
@@ -82,9 +82,9 @@ def check_attributes(ensemble: "EmbeddedEnsemble", value: Any, place: str) -> No
     """Raise unless a value of a file holds attributes that the code of members may have set.
 
     Args:
-        ensemble: the ensemble whose members get them.
-        value: read from a file.
-        place: name of the file and of the field, for error messages.
+        ensemble: The ensemble whose members get them.
+        value: Read from a file.
+        place: Name of the file and of the field, for error messages.
 
     Raises:
         embens.files.Refused: if a module is unknown, a name is a method or a tensor of its module,

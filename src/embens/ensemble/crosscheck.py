@@ -55,11 +55,11 @@ def check_folding(
     """Compare one member with a plain network; on a difference such calls run merged.
 
     Args:
-        ensemble: the ensemble.
-        folding: its folded form for the call, which is changed in place.
-        inputs: positional arguments of the call.
-        kwargs: its keyword arguments.
-        arguments: its tensor arguments.
+        ensemble: The ensemble.
+        folding: Its folded form for the call, which is changed in place.
+        inputs: Positional arguments of the call.
+        kwargs: Its keyword arguments.
+        arguments: Its tensor arguments.
     """
     with _LOCK:
         if folding.is_checked:  # another thread has compared it
@@ -97,7 +97,7 @@ class _Undecided(Exception):
     """The inputs of a call do not show whether a folded form is right.
 
     Args:
-        reason: why this call must run merged; empty if it may run folded.
+        reason: Why this call must run merged; empty if it may run folded.
     """
 
     def __init__(self, reason: str = ""):
@@ -122,19 +122,19 @@ def find_difference(
     generators stay unchanged.
 
     Args:
-        ensemble: the ensemble.
-        folded: its folded form.
-        inputs: positional arguments of one member.
-        kwargs: keyword arguments.
-        arguments: the tensors among them, as the folded form takes them.
-        precision: type of operations under autocast.
-        per_member: whether the folded form takes arguments with the rows of all members.
+        ensemble: The ensemble.
+        folded: Its folded form.
+        inputs: Positional arguments of one member.
+        kwargs: Keyword arguments.
+        arguments: The tensors among them, as the folded form takes them.
+        precision: Type of operations under autocast.
+        per_member: Whether the folded form takes arguments with the rows of all members.
 
     Returns:
         A sentence; empty if the outputs agree.
 
     Raises:
-        _Undecided: if the outputs cannot be compared, or say nothing.
+        _Undecided: If the outputs cannot be compared, or say nothing.
     """
     state = [getattr(module, name) for module, name in folded.tensors]
     tensors = (*state, *arguments)
@@ -254,7 +254,7 @@ def _compare(outputs: Any, expected: Any, precision: torch.dtype | None) -> str:
     """Return how the outputs of one member differ; empty if they are equal up to rounding.
 
     Raises:
-        _Undecided: if all outputs are empty, zero, infinite or NaN.
+        _Undecided: If all outputs are empty, zero, infinite or NaN.
     """
     leaves, structure = tree_flatten(outputs)
     expected_leaves, expected_structure = tree_flatten(expected)

@@ -30,16 +30,16 @@ def check_output(path: PathLike) -> Path:
     """Check that a file can be written at a path, before the work of computing it.
 
     Args:
-        path: file to write. An existing file may be replaced; symbolic links are followed.
+        path: File to write. An existing file may be replaced; symbolic links are followed.
 
     Returns:
         The path without symbolic links.
 
     Raises:
-        IsADirectoryError: if ``path`` is a folder.
-        FileNotFoundError: if its folder does not exist.
-        NotADirectoryError: if its folder is a file.
-        FileExistsError: if it is a device, a pipe or a link to itself.
+        IsADirectoryError: If ``path`` is a folder.
+        FileNotFoundError: If its folder does not exist.
+        NotADirectoryError: If its folder is a file.
+        FileExistsError: If it is a device, a pipe or a link to itself.
 
     Example:
         >>> import tempfile
@@ -77,12 +77,12 @@ def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], obj
     permissions of the old one. If ``path`` is a symbolic link, its target is replaced.
 
     Args:
-        path: file to write. It may replace a file, but never a folder.
-        content: text, bytes, or a function that writes a file or creates a folder at the temporary
+        path: File to write. It may replace a file, but never a folder.
+        content: Text, bytes, or a function that writes a file or creates a folder at the temporary
             path it receives.
 
     Raises:
-        OSError: if no file can be written there; see :func:`check_output`.
+        OSError: If no file can be written there; see :func:`check_output`.
 
     Example:
         >>> import tempfile
@@ -118,7 +118,7 @@ def remove(path: Path) -> None:
     """Remove a file or a folder, if it exists, in one step.
 
     Args:
-        path: the file or folder. It disappears at once, even if the removal of its content is
+        path: The file or folder. It disappears at once, even if the removal of its content is
             interrupted.
     """
     if path.exists():
@@ -133,8 +133,8 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
     A file is removed if its writer ran on this machine and is dead, or if it is older than a day.
 
     Args:
-        folder: the folder to clean.
-        name: the file whose temporary files are removed; None: of all files.
+        folder: The folder to clean.
+        name: The file whose temporary files are removed; None: of all files.
     """
     for path in folder.glob(".*"):
         match = _TEMPORARY_NAME.fullmatch(path.name)

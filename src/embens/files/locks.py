@@ -17,12 +17,12 @@ def locked(path: Path, what: str) -> Iterator[None]:
     When the lock is taken, temporary files of dead writers in its folder are removed.
 
     Args:
-        path: the lock file, which contains the process that holds the lock.
-        what: name of the resource, for the error message.
+        path: The lock file, which contains the process that holds the lock.
+        what: Name of the resource, for the error message.
 
     Raises:
-        BlockingIOError: if another process, or another call in this one, holds the lock.
-        FileExistsError: if the file was not written by a lock.
+        BlockingIOError: If another process, or another call in this one, holds the lock.
+        FileExistsError: If the file was not written by a lock.
 
     Example:
         >>> import tempfile

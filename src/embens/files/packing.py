@@ -13,9 +13,9 @@ def write_tree(path: PathLike, kind: Format, tree: dict[str, Any]) -> None:
     """Write a nested container of scalars, strings and tensors to one safetensors file.
 
     Args:
-        path: file to write.
-        kind: format of the file.
-        tree: dicts, lists and tuples of scalars, strings, None and tensors.
+        path: File to write.
+        kind: Format of the file.
+        tree: Dicts, lists and tuples of scalars, strings, None and tensors.
     """
     tensors: dict[str, Tensor] = {}
     packed = pack(tree, tensors)
@@ -26,8 +26,8 @@ def read_tree(path: PathLike, kind: Format) -> dict[str, Any]:
     """Read a file of :func:`write_tree`.
 
     Args:
-        path: file to read.
-        kind: expected format.
+        path: File to read.
+        kind: Expected format.
 
     Returns:
         The nested container.
@@ -47,14 +47,14 @@ def pack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     and strings are kept.
 
     Args:
-        tree: the container.
-        tensors: the tensors of the container are added to this dict.
+        tree: The container.
+        tensors: The tensors of the container are added to this dict.
 
     Returns:
         The converted container, for :func:`unpack`.
 
     Raises:
-        TypeError: if the container holds anything else.
+        TypeError: If the container holds anything else.
 
     Example:
         >>> import torch
@@ -90,14 +90,14 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     """Convert the result of :func:`pack` back.
 
     Args:
-        tree: the converted container.
-        tensors: the tensors of the container.
+        tree: The converted container.
+        tensors: The tensors of the container.
 
     Returns:
         The container.
 
     Raises:
-        ValueError: if ``tree`` is not a result of :func:`pack`.
+        ValueError: If ``tree`` is not a result of :func:`pack`.
     """
     if not isinstance(tree, dict):
         return tree

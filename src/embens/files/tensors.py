@@ -26,8 +26,8 @@ class Format(NamedTuple):
     """Kind of a file with tensors.
 
     Attributes:
-        name: name of the format, stored in the header.
-        version: the version that is written and the only one that is read.
+        name: Name of the format, stored in the header.
+        version: The version that is written and the only one that is read.
 
     Example:
         >>> Format("embens checkpoint", 6).name
@@ -45,7 +45,7 @@ def refusing(path: PathLike) -> Iterator[None]:
     Errors of the operating system, such as missing permissions, pass unchanged.
 
     Args:
-        path: the file that is read; the message contains its name.
+        path: The file that is read; the message contains its name.
 
     Example:
         >>> with refusing("settings.json"):
@@ -71,15 +71,15 @@ def write_tensors(
     """Write tensors and a header to one safetensors file with a checksum.
 
     Args:
-        path: file to write.
-        kind: format of the file.
-        header: values that JSON can represent.
-        tensors: tensors by name; they may share memory.
+        path: File to write.
+        kind: Format of the file.
+        header: Values that JSON can represent.
+        tensors: Tensors by name; they may share memory.
 
     Raises:
-        OSError: if no file can be written there; see :func:`check_output`.
-        ValueError: if a tensor is on the meta device.
-        TypeError: if a value is no dense tensor.
+        OSError: If no file can be written there; see :func:`check_output`.
+        ValueError: If a tensor is on the meta device.
+        TypeError: If a value is no dense tensor.
 
     Example:
         >>> import tempfile
@@ -117,15 +117,15 @@ def read_tensors(path: PathLike, kind: Format) -> tuple[dict[str, Any], dict[str
     """Read a file of :func:`write_tensors`.
 
     Args:
-        path: file to read.
-        kind: expected format.
+        path: File to read.
+        kind: Expected format.
 
     Returns:
         The header and the tensors.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        Refused: if the file is damaged, or has another format or version.
+        FileNotFoundError: If there is no such file.
+        Refused: If the file is damaged, or has another format or version.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -172,8 +172,8 @@ def is_format(path: Path, kind: Format) -> bool:
     """Return whether a file has a header of a format, of any version; its content may be damaged.
 
     Args:
-        path: the file.
-        kind: the format of :func:`write_tensors`.
+        path: The file.
+        kind: The format of :func:`write_tensors`.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -189,12 +189,12 @@ def check_header(name: str, header: Any, kind: Format) -> None:
     """Check the format and the version in the header of a file.
 
     Args:
-        name: name of the file, for the error message.
-        header: the header.
-        kind: expected format.
+        name: Name of the file, for the error message.
+        header: The header.
+        kind: Expected format.
 
     Raises:
-        Refused: if the format or the version differ.
+        Refused: If the format or the version differ.
     """
     file_format = header.get("format") if isinstance(header, dict) else None
     if not file_format:
@@ -217,8 +217,8 @@ def seal(record: dict[str, Any], arrays: Mapping[str, Any] | None = None) -> dic
     """Add a checksum to a record.
 
     Args:
-        record: values that JSON can represent.
-        arrays: arrays or tensors that the checksum includes.
+        record: Values that JSON can represent.
+        arrays: Arrays or tensors that the checksum includes.
 
     Returns:
         The record with the additional key "sha256".
@@ -236,15 +236,15 @@ def unseal(
     """Verify and remove the checksum of a record.
 
     Args:
-        name: name of the file, for the error message.
-        sealed: result of :func:`seal`.
-        arrays: arrays or tensors that the checksum includes.
+        name: Name of the file, for the error message.
+        sealed: Result of :func:`seal`.
+        arrays: Arrays or tensors that the checksum includes.
 
     Returns:
         The record.
 
     Raises:
-        Refused: if the checksum does not match.
+        Refused: If the checksum does not match.
     """
     record = {key: value for key, value in sealed.items() if key != "sha256"}
     if checksum(json.dumps(record), arrays) != sealed.get("sha256"):
@@ -259,8 +259,8 @@ def checksum(text: str, arrays: Mapping[str, Any] | None = None) -> str:
     """Return the SHA-256 checksum of a text and of arrays.
 
     Args:
-        text: the text.
-        arrays: arrays or tensors by name; their names, types, shapes and values count.
+        text: The text.
+        arrays: Arrays or tensors by name; their names, types, shapes and values count.
 
     Returns:
         The checksum in hexadecimal digits.

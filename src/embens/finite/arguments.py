@@ -26,10 +26,10 @@ def check_measurement(
     """Raise if gradients of members cannot be measured on these samples.
 
     Args:
-        ensemble: must be an ensemble.
-        x: must contain tensors with at least one sample and finite values.
-        target: if it is a tensor, it must have as many samples as ``x`` and finite values.
-        criterion: must be callable.
+        ensemble: Must be an ensemble.
+        x: Must contain tensors with at least one sample and finite values.
+        target: If it is a tensor, it must have as many samples as ``x`` and finite values.
+        criterion: Must be callable.
     """
     check_ensemble(ensemble)
     if torch.is_inference_mode_enabled():
@@ -100,8 +100,8 @@ def as_inputs(x: Tensor | Inputs, name: str = "x") -> Inputs:
     """Return the inputs of a network as a tuple of tensors.
 
     Args:
-        x: a tensor, or a tuple or list of tensors for a network with several arguments.
-        name: the name of the argument, for error messages.
+        x: A tensor, or a tuple or list of tensors for a network with several arguments.
+        name: The name of the argument, for error messages.
     """
     check_inputs(x, name)
     inputs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
@@ -139,7 +139,7 @@ def check_modes(network: nn.Module) -> None:
     """Raise if a module's mode makes the output of a sample random or dependent on others.
 
     Args:
-        network: a plain member.
+        network: A plain member.
     """
     for name, module in network.named_modules():
         if isinstance(module, _NormBase):

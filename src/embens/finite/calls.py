@@ -36,8 +36,8 @@ class SiteModulation:
 
     Attributes:
         values: ``(member, size)``.
-        repeat: the number of consecutive channels that share a value.
-        parameter: the trainable parameter, or None for a frozen modulation.
+        repeat: The number of consecutive channels that share a value.
+        parameter: The trainable parameter, or None for a frozen modulation.
     """
 
     values: Tensor
@@ -52,8 +52,8 @@ class SiteModulation:
         """Return the gradients of a member's values, ``(…, size)``.
 
         Args:
-            gradients: value times gradient of each channel, ``(…, channel)``; see ``factors``.
-            a: the member.
+            gradients: Value times gradient of each channel, ``(…, channel)``; see ``factors``.
+            a: The member.
         """
         of_channels = gradients / self.of(a)
         return of_channels.unflatten(-1, (-1, self.repeat)).sum(-1)
@@ -103,12 +103,12 @@ class Call:
     """One call of a layer in a member's pass.
 
     Attributes:
-        facts: the layer in the ensemble.
-        layer: the member's plain layer.
-        value: the layer's input; for a norm layer the normalized input.
-        output: the layer's output, kept if the pre modulation is trainable.
-        edges: where the gradients of its output, and of its input if needed, arrive.
-        shapes: the shapes of these gradients.
+        facts: The layer in the ensemble.
+        layer: The member's plain layer.
+        value: The layer's input; for a norm layer the normalized input.
+        output: The layer's output, kept if the pre modulation is trainable.
+        edges: Where the gradients of its output, and of its input if needed, arrive.
+        shapes: The shapes of these gradients.
     """
 
     facts: LayerFacts
@@ -123,8 +123,8 @@ def layers_with_rules(ensemble: EmbeddedEnsemble, member: nn.Module) -> dict[str
     """Return the layers of a plain member with gradients that factor.
 
     Args:
-        ensemble: an ensemble without fresh masks.
-        member: any of its members, as a plain network.
+        ensemble: An ensemble without fresh masks.
+        member: Any of its members, as a plain network.
     """
     reference = dict(ensemble.reference.named_modules())
     stacks = individual_tensors(ensemble)
@@ -171,10 +171,10 @@ def make_call(facts: LayerFacts, layer: nn.Module, value: Tensor, output: Tensor
     """Return the record of a call.
 
     Args:
-        facts: the layer in the ensemble.
-        layer: the member's plain layer.
-        value: its input, from :func:`separate_input` if the post modulation is trainable.
-        output: its output, part of a graph.
+        facts: The layer in the ensemble.
+        layer: The member's plain layer.
+        value: Its input, from :func:`separate_input` if the post modulation is trainable.
+        output: Its output, part of a graph.
     """
     edges = [get_gradient_edge(output)]
     shapes = [output.shape]
@@ -201,12 +201,12 @@ def add_call(
     """Add the gradients of a layer's parameters in one call.
 
     Args:
-        member: receives the gradients.
-        call: the record of the call.
-        gradients: gradients of the layer's output and, if needed, of its input,
+        member: Receives the gradients.
+        call: The record of the call.
+        gradients: Gradients of the layer's output and, if needed, of its input,
             ``(class, row, ...)``.
-        a: the member.
-        batch: the number of samples.
+        a: The member.
+        batch: The number of samples.
     """
     facts = call.facts
     layer = call.layer

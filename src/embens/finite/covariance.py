@@ -36,9 +36,9 @@ class LastLayer:
     """The Linear layer that a member's output comes from.
 
     Attributes:
-        name: the name of the layer.
-        layer: the plain member's layer.
-        value: the layer's input, ``(batch, feature)``.
+        name: The name of the layer.
+        layer: The plain member's layer.
+        value: The layer's input, ``(batch, feature)``.
     """
 
     name: str
@@ -63,9 +63,9 @@ def nngp(ensemble: EmbeddedEnsemble, x: Tensor | Inputs) -> Float[Tensor, "m m n
     :math:`f_{ak}(x) f_{bk}(x')`, which is noisy for few outputs.
 
     Args:
-        ensemble: any ensemble, used in its current mode. Batch statistics and random layers need
+        ensemble: Any ensemble, used in its current mode. Batch statistics and random layers need
             ``ensemble.eval()``. Fresh masks are drawn once.
-        x: samples along the first axis, or a tuple of such tensors for several arguments.
+        x: Samples along the first axis, or a tuple of such tensors for several arguments.
 
     Returns:
         The covariance ``(member, member, batch, batch)``.

@@ -38,8 +38,8 @@ def ntk_ratio(
     It falls as one over the width if members are independent.
 
     Args:
-        kernel: between at least two members.
-        same: the kernel within members for the denominator, for example that of the limit. The
+        kernel: Between at least two members.
+        same: The kernel within members for the denominator, for example that of the limit. The
             measured one is inflated by heavy tails at small width. None: the measured one.
 
     Returns:
@@ -73,8 +73,8 @@ def other_members_weight(kernel: Kernel, m: int) -> Float[Tensor, ""]:
     with ``outputs="target"``.
 
     Args:
-        kernel: between at least two members.
-        m: the number of other members.
+        kernel: Between at least two members.
+        m: The number of other members.
 
     Returns:
         The relative effect, a tensor without axes, in float64.
@@ -111,8 +111,8 @@ def ntk_drift(before: Kernel, after: Kernel) -> Float[Tensor, ""]:
     the change of the mean kernel need not.
 
     Args:
-        before: the kernel at one time.
-        after: the kernel of the same members and samples at another time.
+        before: The kernel at one time.
+        after: The kernel of the same members and samples at another time.
 
     Returns:
         The relative change, a tensor without axes, in float64.

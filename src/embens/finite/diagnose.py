@@ -48,22 +48,22 @@ def diagnose(
     global random state. The result depends on the arguments alone.
 
     Args:
-        ensemble: any ensemble.
-        x: a batch, a tuple or a dict of the reference's arguments; a few hundred samples suffice.
-        target: integer classes, or values.
-        criterion: a function of one member's outputs and the target; None: cross-entropy for
+        ensemble: Any ensemble.
+        x: A batch, a tuple or a dict of the reference's arguments; a few hundred samples suffice.
+        target: Integer classes, or values.
+        criterion: A function of one member's outputs and the target; None: cross-entropy for
             integer targets, the mean squared error for others.
-        gamma: the gradient scale that you plan to use; None: the ensemble's default.
-        optimizer: the optimizer that you plan to use, its class or its name, to be checked.
+        gamma: The gradient scale that you plan to use; None: the ensemble's default.
+        optimizer: The optimizer that you plan to use, its class or its name, to be checked.
         wanted: ``"independent"`` if members should be independent.
-        budget: limits on samples, members and memory; None: the default limits.
+        budget: Limits on samples, members and memory; None: the default limits.
 
     Returns:
         A report that prints as text; ``to_dict()`` exports it.
 
     Raises:
-        TypeError: if the target is not a tensor and there is no criterion.
-        ValueError: if an argument is invalid.
+        TypeError: If the target is not a tensor and there is no criterion.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -203,11 +203,11 @@ def _make_report(
     """Return the report without its warnings.
 
     Args:
-        ensemble: the ensemble.
-        measurement: the gradients of its members.
-        regime: the regime of its infinite-width limit.
-        gammas: the suggested and the planned gradient scale.
-        rates: suggested learning rates.
+        ensemble: The ensemble.
+        measurement: The gradients of its members.
+        regime: The regime of its infinite-width limit.
+        gammas: The suggested and the planned gradient scale.
+        rates: Suggested learning rates.
     """
     natural_gamma, planned_gamma = gammas
     gram = measurement.gram
@@ -237,8 +237,8 @@ def _summarize_cosines(gram: Tensor, share: float) -> CosineSummary:
     """Summarize the cosines between gradients; gradients that vanish are left out.
 
     Args:
-        gram: scalar products of the members' gradients, ``(member, member)``.
-        share: part of the squared norm of all gradients that belongs to these parameters.
+        gram: Scalar products of the members' gradients, ``(member, member)``.
+        share: Part of the squared norm of all gradients that belongs to these parameters.
     """
     nonzero = gram.diagonal() > 0
     gram = gram[nonzero][:, nonzero]

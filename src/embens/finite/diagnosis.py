@@ -18,9 +18,9 @@ class CosineSummary:
     """Cosines between the gradients of pairs of members.
 
     Attributes:
-        mean: mean over pairs of the signed cosines.
-        rms: root mean square over pairs.
-        share: the part of the squared norm of all gradients that belongs to these parameters.
+        mean: Mean over pairs of the signed cosines.
+        rms: Root mean square over pairs.
+        share: The part of the squared norm of all gradients that belongs to these parameters.
     """
 
     mean: float
@@ -33,9 +33,9 @@ class Rates:
     """Suggested learning rates.
 
     Attributes:
-        largest_stable: the rate above which plain gradient descent with the suggested gamma
+        largest_stable: The rate above which plain gradient descent with the suggested gamma
             diverges at once; None if it was not measured.
-        modulation_factor: the ratio of the rates at which modulations and shared parameters make
+        modulation_factor: The ratio of the rates at which modulations and shared parameters make
             steps of the same length; None if no modulation is trained.
     """
 
@@ -48,9 +48,9 @@ class Finding:
     """A problem of an ensemble, with its fix.
 
     Attributes:
-        code: a short name, for example ``"large-gamma"``.
-        message: the problem.
-        fix: the change that solves it.
+        code: A short name, for example ``"large-gamma"``.
+        message: The problem.
+        fix: The change that solves it.
 
     Example:
         >>> print(Finding("large-gamma", "gamma=8 is too large", "use gamma=2"))
@@ -70,24 +70,24 @@ class Diagnosis:
     """Regime, gradient geometry, suggestions and warnings for an ensemble.
 
     Attributes:
-        regime: the regime of the infinite-width limit, with its coupling and the reason.
+        regime: The regime of the infinite-width limit, with its coupling and the reason.
         one_model: True if all members are equal, or nearly.
-        cosine: cosines of the members' gradients of all shared parameters.
-        cosine_error: standard error of the mean cosine; NaN for fewer than three members.
-        layers: the same cosines by layer.
-        gamma: the suggested gradient scale.
-        planned_gamma: the gradient scale that was passed, or the default.
-        rates: suggested learning rates.
-        cosines: cosines between the gradients of the measured members, ``(member, member)``.
-        norms: norms of the gradients of shared parameters, ``(member,)``.
-        losses: losses of the measured members, ``(member,)``.
-        members: the number of members of the ensemble.
-        samples: the number of samples that were used.
-        family: the function that made the ensemble.
+        cosine: Cosines of the members' gradients of all shared parameters.
+        cosine_error: Standard error of the mean cosine; NaN for fewer than three members.
+        layers: The same cosines by layer.
+        gamma: The suggested gradient scale.
+        planned_gamma: The gradient scale that was passed, or the default.
+        rates: Suggested learning rates.
+        cosines: Cosines between the gradients of the measured members, ``(member, member)``.
+        norms: Norms of the gradients of shared parameters, ``(member,)``.
+        losses: Losses of the measured members, ``(member,)``.
+        members: The number of members of the ensemble.
+        samples: The number of samples that were used.
+        family: The function that made the ensemble.
         separate: True if members are separate networks.
-        widths: a member's effective width and its width; empty if unknown.
-        notes: parts that were left out, with the reason.
-        warnings: problems, each with its fix.
+        widths: A member's effective width and its width; empty if unknown.
+        notes: Parts that were left out, with the reason.
+        warnings: Problems, each with its fix.
 
     Example:
         >>> import torch

@@ -118,11 +118,11 @@ class WeightUse:
     """One use of a weight in a member's pass, with both factors of its gradients.
 
     Attributes:
-        layer: the layer that uses the weight.
-        value: the layer's input, ``(row, ...)``; the tokens of an Embedding.
-        gradient: the gradient of the layer's output, ``(class, row, ...)``.
-        post: the member's modulation of the input, ``(channel,)``, or None.
-        pre: the member's modulation of the output, ``(channel,)``, or None.
+        layer: The layer that uses the weight.
+        value: The layer's input, ``(row, ...)``; the tokens of an Embedding.
+        gradient: The gradient of the layer's output, ``(class, row, ...)``.
+        post: The member's modulation of the input, ``(channel,)``, or None.
+        pre: The member's modulation of the output, ``(channel,)``, or None.
     """
 
     layer: nn.Module

@@ -48,17 +48,17 @@ class Facts:
     """Facts about an ensemble, the input of all checks.
 
     Attributes:
-        ensemble: the ensemble.
-        diagnosis: measurements and suggestions.
-        last: the last layers, with the law of the post modulation of their inputs, or None.
-        coupled_sites: the last layers with a law that is not centred or correlates members.
-        sites: the sites at which members differ.
+        ensemble: The ensemble.
+        diagnosis: Measurements and suggestions.
+        last: The last layers, with the law of the post modulation of their inputs, or None.
+        coupled_sites: The last layers with a law that is not centred or correlates members.
+        sites: The sites at which members differ.
         collective: True if members are coupled in the limit by more than output biases.
-        biases: the last layers with a trainable shared bias.
-        bias_part: their coupling in the limit, or their part in the cosine of two gradients.
+        biases: The last layers with a trainable shared bias.
+        bias_part: Their coupling in the limit, or their part in the cosine of two gradients.
         gamma_chosen: True if gamma was passed.
-        optimizer: as passed to :func:`embens.diagnose`.
-        wanted: as passed to :func:`embens.diagnose`.
+        optimizer: As passed to :func:`embens.diagnose`.
+        wanted: As passed to :func:`embens.diagnose`.
     """
 
     ensemble: EmbeddedEnsemble
@@ -295,7 +295,7 @@ def find(facts: Facts) -> list[Finding]:
     """Return the problems that the checks report.
 
     Args:
-        facts: facts about the ensemble.
+        facts: Facts about the ensemble.
     """
     findings = []
     for code, check in CHECKS.items():
@@ -311,7 +311,7 @@ def optimizer_class(optimizer: Any) -> type[torch.optim.Optimizer]:
     """Return the class of an optimizer.
 
     Args:
-        optimizer: an optimizer, its class, or its name in ``torch.optim``.
+        optimizer: An optimizer, its class, or its name in ``torch.optim``.
 
     Example:
         >>> optimizer_class("adamw").__name__
@@ -337,7 +337,7 @@ def ignores_gradient_scale(kind: type[torch.optim.Optimizer]) -> bool:
     """Return True if an optimizer takes the same steps for any multiple of the gradient.
 
     Args:
-        kind: a class of optimizers, which is tried on a small parameter.
+        kind: A class of optimizers, which is tried on a small parameter.
 
     Example:
         >>> ignores_gradient_scale(torch.optim.Adam), ignores_gradient_scale(torch.optim.SGD)

@@ -53,11 +53,11 @@ def gradient_cosines(
     share no parameters: the result is the identity.
 
     Args:
-        ensemble: any ensemble.
-        x: a batch, a tuple of the reference's arguments, or a dict of them by name.
-        target: passed to the criterion with each member's outputs.
-        criterion: a function of one member's outputs and the target; a vector is averaged.
-        by_layer: return the cosines of each layer's gradients instead.
+        ensemble: Any ensemble.
+        x: A batch, a tuple of the reference's arguments, or a dict of them by name.
+        target: Passed to the criterion with each member's outputs.
+        criterion: A function of one member's outputs and the target; a vector is averaged.
+        by_layer: Return the cosines of each layer's gradients instead.
 
     Returns:
         Signed cosines ``(member, member)``, or a dict from layer to such a tensor.
@@ -89,10 +89,10 @@ def gradient_norms(
     """Return the norms of the gradients of each member's loss, layer by layer.
 
     Args:
-        ensemble: any ensemble.
-        x: a batch, a tuple of the reference's arguments, or a dict of them by name.
-        target: passed to the criterion with each member's outputs.
-        criterion: a function of one member's outputs and the target; a vector is averaged.
+        ensemble: Any ensemble.
+        x: A batch, a tuple of the reference's arguments, or a dict of them by name.
+        target: Passed to the criterion with each member's outputs.
+        criterion: A function of one member's outputs and the target; a vector is averaged.
 
     Returns:
         A dict from layer to the norms ``(member,)`` of the gradients of its shared parameters.
@@ -126,8 +126,8 @@ class GradientNorms(dict[str, Tensor]):
     """Norms of the members' gradients of shared parameters: a dict from layer to ``(member,)``.
 
     Attributes:
-        individual: the same for individual parameters, by site (``"4.post"``) or layer.
-        members: the number of members.
+        individual: The same for individual parameters, by site (``"4.post"``) or layer.
+        members: The number of members.
 
     Example:
         >>> norms = GradientNorms({"0": torch.tensor([3.0]), "2": torch.tensor([4.0])}, {}, 1)
@@ -161,9 +161,9 @@ class MemberGradient:
     """The loss of one member and its gradients.
 
     Attributes:
-        loss: the loss of the member.
-        shared: gradients of the shared parameters, by layer.
-        individual: gradients of the individual parameters, by site or layer.
+        loss: The loss of the member.
+        shared: Gradients of the shared parameters, by layer.
+        individual: Gradients of the individual parameters, by site or layer.
     """
 
     loss: float
@@ -183,12 +183,12 @@ def member_gradients(
     """Yield the gradients of one member after another.
 
     Args:
-        ensemble: any ensemble.
-        x: a batch, a tuple of the reference's arguments, or a dict of them by name.
-        target: passed to the criterion with each member's outputs.
-        criterion: a function of one member's outputs and the target.
-        members: the number of members to run, from the first; None: all.
-        generator: seeds the random layers and fresh masks; None: torch's global generator does.
+        ensemble: Any ensemble.
+        x: A batch, a tuple of the reference's arguments, or a dict of them by name.
+        target: Passed to the criterion with each member's outputs.
+        criterion: A function of one member's outputs and the target.
+        members: The number of members to run, from the first; None: all.
+        generator: Seeds the random layers and fresh masks; None: torch's global generator does.
     """
     count = ensemble.members
     if members is not None:
@@ -243,10 +243,10 @@ def loss_of(ensemble: EmbeddedEnsemble, outputs: Any, target: Any, criterion: Cr
     """Return the sum of the members' losses.
 
     Args:
-        ensemble: the ensemble that gave the outputs.
+        ensemble: The ensemble that gave the outputs.
         outputs: ``(member, batch, ...)``, or a container of such tensors.
-        target: the targets of the samples.
-        criterion: a function of one member's outputs and the target; functions of torch are applied
+        target: The targets of the samples.
+        criterion: A function of one member's outputs and the target; functions of torch are applied
             to the ``logits`` of a dict.
     """
     if criterion in (F.cross_entropy, F.mse_loss):
@@ -289,8 +289,8 @@ def random_state_restored(
     """Restore torch's global random state on exit.
 
     Args:
-        ensemble: the ensemble on whose devices the state is restored.
-        generator: seeds the global generator inside the context; None: the state is not changed.
+        ensemble: The ensemble on whose devices the state is restored.
+        generator: Seeds the global generator inside the context; None: the state is not changed.
     """
     devices = {parameter.device for parameter in ensemble.parameters()}
     with torch.random.fork_rng(devices=[d for d in devices if d.type == "cuda"]):
@@ -353,7 +353,7 @@ def jackknife_error(estimates: Tensor) -> float:
     """Return the standard error of an estimate.
 
     Args:
-        estimates: the estimates that leave out one part of the data each, ``(part,)``.
+        estimates: The estimates that leave out one part of the data each, ``(part,)``.
     """
     return math.sqrt(len(estimates) - 1) * float(estimates.std(correction=0))
 
@@ -362,7 +362,7 @@ def pair_error(matrix: Tensor) -> float:
     """Return the jackknife error of the mean over pairs of members; NaN for fewer than three.
 
     Args:
-        matrix: symmetric, ``(member, member)``.
+        matrix: Symmetric, ``(member, member)``.
     """
     count = len(matrix)
     if count < 3:

@@ -32,8 +32,8 @@ class MemberGradients:
     """Per-sample gradients of one member, by the id of the parameter.
 
     Attributes:
-        weights: the uses of each weight with factored gradients.
-        rows: all other gradients, ``(batch, class, entry)``.
+        weights: The uses of each weight with factored gradients.
+        rows: All other gradients, ``(batch, class, entry)``.
     """
 
     weights: dict[int, list[WeightUse]] = field(default_factory=dict)
@@ -98,9 +98,9 @@ def contract(
     """Return the Gram matrix of one parameter's gradients.
 
     Args:
-        key: the id of the parameter.
-        row_gradients: gradients for the rows of the matrix.
-        column_gradients: gradients for the columns; None: those of the rows.
+        key: The id of the parameter.
+        row_gradients: Gradients for the rows of the matrix.
+        column_gradients: Gradients for the columns; None: those of the rows.
 
     Returns:
         A matrix with rows and columns (member, sample, class).
@@ -161,7 +161,7 @@ def _multiply_grams(sides: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
     """Multiply the Gram matrices of both factors, which have one position.
 
     Args:
-        sides: for the rows, and for the columns if they differ: the factors of each member.
+        sides: For the rows, and for the columns if they differ: the factors of each member.
     """
     # If all members have the same inputs, their Gram matrix is computed once.
     common = True
@@ -187,9 +187,9 @@ def _multiply_built(key: int, sides: list[SampleGradients], use: WeightUse) -> T
     """Build the gradients for some channels at a time, and add up their Gram matrices.
 
     Args:
-        key: the id of the parameter.
-        sides: gradients of the rows, and of the columns if they differ.
-        use: any use of the parameter.
+        key: The id of the parameter.
+        sides: Gradients of the rows, and of the columns if they differ.
+        use: Any use of the parameter.
     """
     classes = len(use.gradient)
     channels = use.channels
@@ -223,10 +223,10 @@ def _build(
     """Return the gradients of some channels, one row per (member, sample, class).
 
     Args:
-        factors: the factors of each member's gradients.
-        part: the channels to build.
-        rows: the number of rows.
-        buffer: memory for the result.
+        factors: The factors of each member's gradients.
+        part: The channels to build.
+        rows: The number of rows.
+        buffer: Memory for the result.
     """
     position = 0
     for inputs, outputs in factors:

@@ -50,10 +50,10 @@ class Budget:
     """Limits on the work of a diagnosis.
 
     Args:
-        samples: the largest number of samples to measure gradients on.
-        members: the largest number of members.
-        memory: the largest memory in bytes, besides the ensemble itself.
-        generator: draws samples and fresh masks; None: the same ones every time.
+        samples: The largest number of samples to measure gradients on.
+        members: The largest number of members.
+        memory: The largest memory in bytes, besides the ensemble itself.
+        generator: Draws samples and fresh masks; None: the same ones every time.
 
     Example:
         >>> Budget(samples=64, members=4).samples
@@ -76,14 +76,14 @@ class Measurement:
     """Gradients of some members on some samples.
 
     Attributes:
-        x: the inputs that were used.
-        target: the targets that were used.
-        samples: the number of samples that were used.
-        losses: the loss of each member, ``(member,)``.
-        individual_norms: norms of the gradients of individual parameters, ``(member,)``.
-        grams: scalar products of the members' shared gradients, by layer.
-        bias_part: the mean part of given biases in the cosine of two members' gradients.
-        notes: parts that were left out, with the reason.
+        x: The inputs that were used.
+        target: The targets that were used.
+        samples: The number of samples that were used.
+        losses: The loss of each member, ``(member,)``.
+        individual_norms: Norms of the gradients of individual parameters, ``(member,)``.
+        grams: Scalar products of the members' shared gradients, by layer.
+        bias_part: The mean part of given biases in the cosine of two members' gradients.
+        notes: Parts that were left out, with the reason.
     """
 
     x: Any
@@ -112,12 +112,12 @@ def measure(
     """Measure the gradients of some members on some samples.
 
     Args:
-        ensemble: any ensemble.
-        x: inputs as for :func:`embens.diagnose`.
-        target: the targets of the samples.
-        criterion: a function of one member's outputs and the target.
-        biases: shared parameters; their part in the gradients is measured separately.
-        budget: limits samples and members.
+        ensemble: Any ensemble.
+        x: Inputs as for :func:`embens.diagnose`.
+        target: The targets of the samples.
+        criterion: A function of one member's outputs and the target.
+        biases: Shared parameters; their part in the gradients is measured separately.
+        budget: Limits samples and members.
 
     Returns:
         The gradients of the measured members.
@@ -160,9 +160,9 @@ class _ChosenSamples:
     """Samples that fit into the budget.
 
     Attributes:
-        x: the inputs.
-        target: the targets.
-        count: the number of samples.
+        x: The inputs.
+        target: The targets.
+        count: The number of samples.
         can_be_split: False if x and target have different lengths, so that all samples are used.
         is_limited: True if the memory allows fewer samples than requested.
     """
@@ -254,8 +254,8 @@ def effective_widths(ensemble: EmbeddedEnsemble, x: Any) -> list[float]:
     """Return the effective width of a member and that of the reference; empty if unknown.
 
     Args:
-        ensemble: any ensemble.
-        x: inputs as for :func:`embens.diagnose`.
+        ensemble: Any ensemble.
+        x: Inputs as for :func:`embens.diagnose`.
     """
     samples = few_samples(x)
     if samples is None or ensemble.spec.separate:
@@ -296,7 +296,7 @@ def saved_bytes(ensemble: EmbeddedEnsemble) -> Iterator[dict[int, int]]:
     """Count the bytes that graphs keep for their backward passes, by storage.
 
     Args:
-        ensemble: its weights are not counted.
+        ensemble: Its weights are not counted.
     """
     weights = {t.untyped_storage().data_ptr() for t in ensemble.state_dict().values()}
     bytes_by_storage: dict[int, int] = {}
@@ -321,11 +321,11 @@ def suggest_rates(
     """Return learning rates, as far as they can be determined.
 
     Args:
-        ensemble: any ensemble; it is not changed.
-        measurement: the gradients of its members. A note is added if there is no stable rate.
-        criterion: a function of one member's outputs and the target.
-        gamma: the gradient scale for which the rate is stable.
-        generator: seeds random layers and fresh masks.
+        ensemble: Any ensemble; it is not changed.
+        measurement: The gradients of its members. A note is added if there is no stable rate.
+        criterion: A function of one member's outputs and the target.
+        gamma: The gradient scale for which the rate is stable.
+        generator: Seeds random layers and fresh masks.
     """
     shared = float(measurement.gram.trace())
     individual = float(measurement.individual_norms.square().sum())
@@ -358,11 +358,11 @@ def sharpness(
     :math:`\Theta = J D J^\top`. All three factors are applied by automatic differentiation.
 
     Args:
-        ensemble: any ensemble; its buffers may change.
-        x: inputs as for :func:`embens.diagnose`.
-        target: the targets of the samples.
-        criterion: a function of one member's outputs and the target.
-        gamma: the gradient scale.
+        ensemble: Any ensemble; its buffers may change.
+        x: Inputs as for :func:`embens.diagnose`.
+        target: The targets of the samples.
+        criterion: A function of one member's outputs and the target.
+        gamma: The gradient scale.
     """
     rates = {}
     for group in ensemble.parameter_groups(lr=1.0, gamma=gamma):

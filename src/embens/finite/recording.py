@@ -78,12 +78,12 @@ class Recorder:
     """Runs the members of an ensemble and returns their per-sample gradients.
 
     Args:
-        ensemble: an ensemble without fresh masks.
+        ensemble: An ensemble without fresh masks.
 
     Attributes:
-        general: the trainable parameters without a rule, by id; set by :meth:`survey`.
-        classes: the number of outputs per sample; set by :meth:`survey`.
-        size: approximate memory of one sample of one member, in entries; set by :meth:`survey`.
+        general: The trainable parameters without a rule, by id; set by :meth:`survey`.
+        classes: The number of outputs per sample; set by :meth:`survey`.
+        size: Approximate memory of one sample of one member, in entries; set by :meth:`survey`.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
@@ -116,8 +116,8 @@ class Recorder:
         """Return the gradients of all members' outputs, contracted with cotangents.
 
         Args:
-            recording: a pass of all members.
-            cotangents: for each member ``(class, batch, ...)``.
+            recording: A pass of all members.
+            cotangents: For each member ``(class, batch, ...)``.
         """
         members = []
         batch = len(recording.samples)
@@ -240,10 +240,10 @@ class Recorder:
         """Find the parameters with rules that hold; raise if samples depend on each other.
 
         Args:
-            pair: two samples. Noise is added to them, so that they differ.
+            pair: Two samples. Noise is added to them, so that they differ.
 
         Raises:
-            ValueError: if a sample's output depends on the other samples, or is random.
+            ValueError: If a sample's output depends on the other samples, or is random.
         """
         check_modes(self._networks[0])
         probe = with_noise(pair)

@@ -48,7 +48,7 @@ class FiniteKernel:
     Attributes:
         shared: :math:`\Theta^{com}`, ``(member, member, batch, batch[, class, class])``.
         individual: :math:`\Theta^{ind}`, ``(member, batch, batch[, class, class])``.
-        natural_gamma: the ensemble's default gradient scale.
+        natural_gamma: The ensemble's default gradient scale.
 
     Example:
         >>> kernel = FiniteKernel(torch.ones(3, 3, 5, 5), torch.zeros(3, 5, 5))
@@ -78,7 +78,7 @@ class FiniteKernel:
         Gradient descent with the gradient scale ``gamma`` follows this kernel.
 
         Args:
-            gamma: a number, a function of the number of members, or None for the natural one.
+            gamma: A number, a function of the number of members, or None for the natural one.
 
         Returns:
             The kernel between all members, ``(member, member, batch, batch[, class, class])``.
@@ -99,8 +99,8 @@ class FiniteKernel:
         """Return the kernel with another dtype or on another device.
 
         Args:
-            *args: as for ``torch.Tensor.to``.
-            **kwargs: as for ``torch.Tensor.to``.
+            *args: As for ``torch.Tensor.to``.
+            **kwargs: As for ``torch.Tensor.to``.
 
         Example:
             >>> kernel = FiniteKernel(torch.ones(2, 2, 1, 1), torch.ones(2, 1, 1))
@@ -125,17 +125,17 @@ def ntk(
     r"""Return the empirical tangent kernel of an ensemble.
 
     Args:
-        ensemble: any ensemble, used in its current mode. Batch statistics and random layers need
+        ensemble: Any ensemble, used in its current mode. Batch statistics and random layers need
             ``ensemble.eval()``. Fresh masks are drawn once.
-        x1: samples along the first axis, or a tuple of such tensors for several arguments.
-        x2: other samples; None: the symmetric kernel of ``x1`` with itself.
+        x1: Samples along the first axis, or a tuple of such tensors for several arguments.
+        x2: Other samples; None: the symmetric kernel of ``x1`` with itself.
         outputs: ``"all"`` pairs of outputs :math:`\Theta_{kk'}`; their ``"trace"``
             :math:`\sum_k \Theta_{kk}`; :math:`\Theta_{y(x) y(x')}` of the ``"target"`` class; or
             the kernel of the loss :math:`-\log p_{y(x)}(x)` (``"nll"``). Axes after the batch
             count as classes.
-        target: the classes of ``x1``, for ``"target"`` and ``"nll"``.
-        target2: the classes of ``x2``.
-        chunk: the number of samples that run at once. It bounds the memory and does not change the
+        target: The classes of ``x1``, for ``"target"`` and ``"nll"``.
+        target2: The classes of ``x2``.
+        chunk: The number of samples that run at once. It bounds the memory and does not change the
             result beyond rounding. None: chosen from the size of the network.
 
     Returns:
@@ -143,7 +143,7 @@ def ntk(
         ``(member, batch, batch)``; ``"all"`` has two more class axes.
 
     Raises:
-        ValueError: if a sample's output depends on other samples, or the target does not fit.
+        ValueError: If a sample's output depends on other samples, or the target does not fit.
 
     Example:
         >>> from embens import batch_ensemble, networks
@@ -195,8 +195,8 @@ class KernelComputation:
     """The computation of one kernel, block of samples by block of samples.
 
     Args:
-        ensemble: an ensemble without fresh masks.
-        outputs: as for :func:`ntk`.
+        ensemble: An ensemble without fresh masks.
+        outputs: As for :func:`ntk`.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble, outputs: Outputs):
@@ -215,9 +215,9 @@ class KernelComputation:
         """Return the kernel between two sets of samples.
 
         Args:
-            row_samples: the samples of the rows.
-            column_samples: the samples of the columns; None: those of the rows.
-            chunk: the number of samples that run at once; None: chosen.
+            row_samples: The samples of the rows.
+            column_samples: The samples of the columns; None: those of the rows.
+            chunk: The number of samples that run at once; None: chosen.
         """
         with torch.no_grad():
             self.recorder.survey(_first_and_last(row_samples, column_samples))
@@ -271,8 +271,8 @@ class KernelComputation:
         """Return the shared and the individual part for two chunks of samples.
 
         Args:
-            first: the samples of the rows.
-            second: the samples of the columns; None: the same.
+            first: The samples of the rows.
+            second: The samples of the columns; None: the same.
         """
         members = self.ensemble.members
         classes = self._classes_at_once
@@ -324,9 +324,9 @@ class KernelComputation:
         """Return the derivative of the kernel's function by the outputs, ``(class, batch, ...)``.
 
         Args:
-            output: the output of one member.
-            target: the classes of the samples, for "target" and "nll".
-            classes: the outputs to differentiate, for "all" and "trace".
+            output: The output of one member.
+            target: The classes of the samples, for "target" and "nll".
+            classes: The outputs to differentiate, for "all" and "trace".
         """
         values = output.detach()
         if target is None:

@@ -13,7 +13,7 @@ def individual_tensors(ensemble: EmbeddedEnsemble) -> dict[str, dict[str, Tensor
     """Return all stacked tensors ``(member, ...)``, by site or layer and by name.
 
     Args:
-        ensemble: an ensemble without fresh masks, see :func:`with_fixed_masks`.
+        ensemble: An ensemble without fresh masks, see :func:`with_fixed_masks`.
 
     Returns:
         ``"4.post"`` maps to ``{"": values}``; a per-member layer ``"4"`` to its stacked tensors by
@@ -37,8 +37,8 @@ def site_values(ensemble: EmbeddedEnsemble, site: Any) -> Tensor:
     """Return the values of a site, ``(member, size)``: the parameter itself if it is trainable.
 
     Args:
-        ensemble: an ensemble without fresh masks, see :func:`with_fixed_masks`.
-        site: an element of ``ensemble.spec.sites``.
+        ensemble: An ensemble without fresh masks, see :func:`with_fixed_masks`.
+        site: An element of ``ensemble.spec.sites``.
     """
     return ensemble.site_values(site)
 
@@ -47,7 +47,7 @@ def with_fixed_masks(ensemble: EmbeddedEnsemble) -> EmbeddedEnsemble:
     """Replace fresh masks by fixed ones, drawn once from torch's global generator.
 
     Args:
-        ensemble: any ensemble; returned as it is if no mask is fresh.
+        ensemble: Any ensemble; returned as it is if no mask is fresh.
 
     Returns:
         A copy with the same parameter values, in which every mask is fixed.

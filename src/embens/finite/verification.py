@@ -52,9 +52,9 @@ def keeps_samples_first(key: int, calls: list[Call], alone: list[Call]) -> bool:
     """Return True if a parameter's layers see the first sample's rows first.
 
     Args:
-        key: the id of a parameter with a gradient of 0, which cannot be compared.
-        calls: calls in a pass of two samples.
-        alone: calls in a pass of the first sample alone.
+        key: The id of a parameter with a gradient of 0, which cannot be compared.
+        calls: Calls in a pass of two samples.
+        alone: Calls in a pass of the first sample alone.
     """
     if len(calls) != len(alone):
         return False

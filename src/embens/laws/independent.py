@@ -171,7 +171,7 @@ class Constant(Discrete):
     Mean ``value``, second moment ``value**2``, overlap 1.
 
     Args:
-        value: the value.
+        value: The value.
 
     Example:
         >>> Constant(2.0).second_moment
@@ -196,8 +196,8 @@ class Normal(_Gaussian):
     Second moment ``mean**2 + std**2``, kurtosis 3 if centred.
 
     Args:
-        mean: the expectation.
-        std: the standard deviation, at least 0.
+        mean: The expectation.
+        std: The standard deviation, at least 0.
 
     Example:
         >>> Normal(1.0, 0.5).overlap
@@ -220,7 +220,7 @@ class Shifted(_Gaussian):
     It interpolates between independent members (``p=0``) and equal members (``p=1``).
 
     Args:
-        p: the mean, from -1 to 1.
+        p: The mean, from -1 to 1.
 
     Example:
         >>> Shifted(0.6).mean, Shifted(0.6).std, Shifted(0.6).second_moment
@@ -259,8 +259,8 @@ class Bernoulli(Discrete):
     ``scale=1 / keep`` the mean is 1.
 
     Args:
-        keep: probability of keeping a unit, one minus the dropout rate; in (0, 1].
-        scale: value of a unit that is kept.
+        keep: Probability of keeping a unit, one minus the dropout rate; in (0, 1].
+        scale: Value of a unit that is kept.
 
     Example:
         >>> Bernoulli(keep=0.5, scale=2.0).mean
@@ -286,8 +286,8 @@ class Uniform(Sampled):
     """Uniform law on [low, high], by default with mean 0 and second moment 1.
 
     Args:
-        low: lower end.
-        high: upper end, greater than ``low``.
+        low: Lower end.
+        high: Upper end, greater than ``low``.
 
     Example:
         >>> Uniform(0.0, 3.0).mean, Uniform(0.0, 3.0).second_moment
@@ -339,8 +339,8 @@ class Ternary(Discrete):
     Mean 0, second moment ``(1 - zero) * scale**2``, overlap 0.
 
     Args:
-        zero: probability of 0; in [0, 1).
-        scale: size of the other two values.
+        zero: Probability of 0; in [0, 1).
+        scale: Size of the other two values.
 
     Example:
         >>> Ternary(zero=0.5).kurtosis
@@ -384,7 +384,7 @@ class Signs(Discrete):
     Mean :math:`p`, second moment 1, overlap :math:`p^2`.
 
     Args:
-        p: the mean, from -1 to 1.
+        p: The mean, from -1 to 1.
 
     Example:
         >>> Signs(0.5).atoms
@@ -418,14 +418,14 @@ def check_field(
     """Check a parameter of a law and convert it to float.
 
     Args:
-        law: the law, a frozen dataclass.
-        name: name of the parameter.
-        expected: completes the sentence "the parameter must be …".
-        valid: returns True for valid values; called with finite values only.
+        law: The law, a frozen dataclass.
+        name: Name of the parameter.
+        expected: Completes the sentence "the parameter must be …".
+        valid: Returns True for valid values; called with finite values only.
 
     Raises:
-        TypeError: if the value is not a real number.
-        ValueError: if the value is NaN, infinite or not valid.
+        TypeError: If the value is not a real number.
+        ValueError: If the value is NaN, infinite or not valid.
     """
     value = getattr(law, name)
     number = value

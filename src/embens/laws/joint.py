@@ -54,13 +54,13 @@ class Joint(Sampled):
         """Return the law of a single member, which may depend on the number of members.
 
         Args:
-            members: number of members of the ensemble.
+            members: Number of members of the ensemble.
 
         Returns:
             The law of the values of one member.
 
         Raises:
-            ValueError: if the law does not exist for this number of members.
+            ValueError: If the law does not exist for this number of members.
 
         Example:
             >>> Correlated(-0.2).marginal(4)
@@ -78,13 +78,13 @@ class Joint(Sampled):
         otherwise independent. The weight may be negative.
 
         Args:
-            members: number of members of the ensemble.
+            members: Number of members of the ensemble.
 
         Returns:
             The weight, at most 1.
 
         Raises:
-            NotImplementedError: if the law of two members is not such a mixture.
+            NotImplementedError: If the law of two members is not such a mixture.
 
         Example:
             >>> Masks(overlap=1.0).equal_share(4)  # all members have the same mask
@@ -167,7 +167,7 @@ class _JointMasks(Joint):
         Masks of a fixed size overlap more evenly than independent masks.
 
         Args:
-            members: number of members of the ensemble, at least 2.
+            members: Number of members of the ensemble, at least 2.
 
         Returns:
             The variance, averaged over pairs of members.
@@ -188,7 +188,7 @@ class Masks(_JointMasks):
     :math:`\sqrt{N/m}`, so that :math:`E u^2 = 1`.
 
     Args:
-        overlap: one over the scale S of Masksembles; in (0, 1].
+        overlap: One over the scale S of Masksembles; in (0, 1].
 
     Example:
         >>> masks = Masks(overlap=0.5).sample((4, 64), torch.Generator().manual_seed(0))
@@ -280,7 +280,7 @@ class Correlated(Joint):
     r"""Jointly normal values with mean 0, second moment 1 and :math:`E[u_a u_b] = \rho`.
 
     Args:
-        rho: the correlation, at least :math:`-1/(M-1)`; members repel each other below 0.
+        rho: The correlation, at least :math:`-1/(M-1)`; members repel each other below 0.
 
     Example:
         >>> Correlated(-0.2).pair_moment(members=4)

@@ -53,11 +53,11 @@ class Law(ABC):
         """Draw independent values.
 
         Args:
-            shape: shape of the result.
-            generator: source of randomness; None: the global generator. Values are drawn on the
+            shape: Shape of the result.
+            generator: Source of randomness; None: the global generator. Values are drawn on the
                 device of the generator and then moved.
-            dtype: floating type of the result; None: the default type of torch.
-            device: device of the result.
+            dtype: Floating type of the result; None: the default type of torch.
+            device: Device of the result.
 
         Returns:
             A tensor of the given shape.
@@ -104,7 +104,7 @@ class Law(ABC):
         """Return the law of a single member (``self`` unless the law is joint).
 
         Args:
-            members: number of members of the ensemble.
+            members: Number of members of the ensemble.
 
         Returns:
             The law of the values of one member.
@@ -120,7 +120,7 @@ class Law(ABC):
         """Return :math:`E[u_a u_b]` of two different members.
 
         Args:
-            members: number of members of the ensemble.
+            members: Number of members of the ensemble.
 
         Returns:
             The expectation; the square of the mean for independent members.
@@ -136,14 +136,14 @@ class Law(ABC):
         r"""Return :math:`E \max(\pm v, 0)^k`, or :math:`P(\pm v > 0)` for ``k=0``.
 
         Args:
-            k: the power, 0, 1 or 2.
+            k: The power, 0, 1 or 2.
             sign: 1 for the positive half-line, -1 for the negative one.
 
         Returns:
             The moment.
 
         Raises:
-            NotImplementedError: if the law does not define it.
+            NotImplementedError: If the law does not define it.
 
         Example:
             >>> from embens import laws
@@ -160,8 +160,8 @@ class Law(ABC):
         r"""Return :math:`E[\max(\pm v_a, 0) \max(\pm v_b, 0)]` of two different members.
 
         Args:
-            sign_a: half-line of the first member, 1 or -1.
-            sign_b: half-line of the second member, 1 or -1.
+            sign_a: Half-line of the first member, 1 or -1.
+            sign_b: Half-line of the second member, 1 or -1.
 
         Returns:
             The expectation; the product of both half moments for independent members.
@@ -177,7 +177,7 @@ class Law(ABC):
         r"""Return nodes and weights with :math:`E f(v) \approx \sum_i w_i f(v_i)`.
 
         Args:
-            n: number of nodes; discrete laws return one node per value instead.
+            n: Number of nodes; discrete laws return one node per value instead.
 
         Returns:
             Nodes and weights ``(node,)``, in float64 on the CPU.
@@ -199,8 +199,8 @@ class Law(ABC):
         r"""Return nodes and weights for the values of two different members.
 
         Args:
-            members: number of members of the ensemble.
-            n: number of nodes for each member; discrete laws have one per value instead.
+            members: Number of members of the ensemble.
+            n: Number of nodes for each member; discrete laws have one per value instead.
 
         Returns:
             Values of the first member, values of the second member and weights, each ``(node,)``
@@ -225,8 +225,8 @@ class Law(ABC):
             The class name under "law", and the parameters by name.
 
         Raises:
-            TypeError: if the law is not a dataclass.
-            ValueError: if another law has the same class name.
+            TypeError: If the law is not a dataclass.
+            ValueError: If another law has the same class name.
 
         Example:
             >>> from embens import laws
@@ -282,13 +282,13 @@ def from_dict(data: dict[str, Any]) -> Law:
     Only laws that are defined in this process are found; nothing is imported or executed.
 
     Args:
-        data: the class name under "law", and the parameters.
+        data: The class name under "law", and the parameters.
 
     Returns:
         The law.
 
     Raises:
-        ValueError: if there is no law of this name.
+        ValueError: If there is no law of this name.
 
     Example:
         >>> from embens import laws

@@ -30,14 +30,14 @@ class NumericColumn:
     """A numeric column, or one part of a date column.
 
     Attributes:
-        position: position in the table.
-        name: name of the column; ``name:part`` for the part of a date.
-        part: part of the date, or "".
-        centre: median.
-        scale: robust standard deviation.
-        edges: bin edges in scaled units, float32, increasing; empty if there is no value.
-        scores: scores at the edges.
-        has_missing: whether some values, but not all, were missing.
+        position: Position in the table.
+        name: Name of the column; ``name:part`` for the part of a date.
+        part: Part of the date, or "".
+        centre: Median.
+        scale: Robust standard deviation.
+        edges: Bin edges in scaled units, float32, increasing; empty if there is no value.
+        scores: Scores at the edges.
+        has_missing: Whether some values, but not all, were missing.
     """
 
     position: int
@@ -56,10 +56,10 @@ def learn_numeric_columns(
     """Learn numeric columns; a date has several.
 
     Args:
-        table: the training rows.
-        positions: the positions of the columns in the table.
-        arguments: of the estimator.
-        weights: sample weights ``(row,)``.
+        table: The training rows.
+        positions: The positions of the columns in the table.
+        arguments: Of the estimator.
+        weights: Sample weights ``(row,)``.
     """
     places = [(position, part) for position in positions for part in table.parts(position)]
     if isinstance(arguments.bins, str):
@@ -114,9 +114,9 @@ def bin_edges(values: np.ndarray, weights: np.ndarray, bins: int) -> np.ndarray:
     """Return at most ``bins + 1`` edges, increasing, all of them values of rows.
 
     Args:
-        values: the values of a column, without missing ones.
-        weights: sample weights.
-        bins: the number of bins.
+        values: The values of a column, without missing ones.
+        weights: Sample weights.
+        bins: The number of bins.
     """
     distinct, inverse = np.unique(values, return_inverse=True)
     if len(distinct) <= bins + 1:
@@ -138,9 +138,9 @@ def edge_scores(values: np.ndarray, weights: np.ndarray, edges: np.ndarray) -> n
     """Return scores at the edges such that interpolated scores have mean 0 and variance 1.
 
     Args:
-        values: the values of a column, without missing ones.
-        weights: sample weights.
-        edges: the bin edges.
+        values: The values of a column, without missing ones.
+        weights: Sample weights.
+        edges: The bin edges.
 
     Returns:
         The normal quantile at each edge, shifted and scaled, ``(edge,)``.

@@ -22,51 +22,51 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
 
     Args:
         family: "batch_ensemble", "last_layer_dropout", "mc_dropout" or "independent".
-        members: number of members; "auto" is 16.
-        p: mean of the signs of ``batch_ensemble``, from 0 (independent members) to 1 (equal
+        members: Number of members; "auto" is 16.
+        p: Mean of the signs of ``batch_ensemble``, from 0 (independent members) to 1 (equal
             ones); "auto" is 0.
-        law: distribution of the modulations or masks; None is ``laws.Signs(p)`` for
+        law: Distribution of the modulations or masks; None is ``laws.Signs(p)`` for
             ``batch_ensemble`` and the default of the other families.
-        sites: where members of a ``batch_ensemble`` differ: after the "first" layer, at all
+        sites: Where members of a ``batch_ensemble`` differ: after the "first" layer, at all
             "hidden" sites, or at "all" sites including input and output; "auto" is "first" for
             classification and "hidden" for regression.
-        own: whether each member has its own output layer.
-        width: width of the hidden layers; "auto" is 64 below 500 rows, else 256.
-        depth: number of hidden layers.
-        dropout: dropout rate after hidden layers; "auto" is chosen by ``tune``, otherwise 0.1, or
+        own: Whether each member has its own output layer.
+        width: Width of the hidden layers; "auto" is 64 below 500 rows, else 256.
+        depth: Number of hidden layers.
+        dropout: Dropout rate after hidden layers; "auto" is chosen by ``tune``, otherwise 0.1, or
             0 for tables with fewer than 50 rows.
         numerical_embedding: "piecewise" (linear bins), "periodic", "both" or "none".
-        bins: maximal number of bins of a numeric column; "auto" is 32 to 128 by the number of
+        bins: Maximal number of bins of a numeric column; "auto" is 32 to 128 by the number of
             rows.
         categorical_features: "auto" (by column type), or column names, positions or a mask.
-        max_categories: maximal number of categories of a column; all others are "rare".
-        max_columns: maximal number of numeric columns to use, those that explain the target best;
+        max_categories: Maximal number of categories of a column; all others are "rare".
+        max_columns: Maximal number of numeric columns to use, those that explain the target best;
             "auto" is 32 for tables with more than 256 numeric columns, fewer than four rows for
             each, and a target that few columns explain better than all; else all columns.
-        lr: maximal learning rate of AdamW; "auto" is 0.002, or 0.004 from 5,000 rows on.
-        weight_decay: of the shared parameters; "auto" is chosen by ``tune``, otherwise 0.0003.
-        batch_size: rows of a step; "auto" is 64 to 1024 by the number of rows.
-        max_epochs: maximal number of epochs; "auto" is 24 to 100, for about 1,800 steps.
-        patience: epochs without improvement on validation rows before training stops; "auto" is
+        lr: Maximal learning rate of AdamW; "auto" is 0.002, or 0.004 from 5,000 rows on.
+        weight_decay: Of the shared parameters; "auto" is chosen by ``tune``, otherwise 0.0003.
+        batch_size: Rows of a step; "auto" is 64 to 1024 by the number of rows.
+        max_epochs: Maximal number of epochs; "auto" is 24 to 100, for about 1,800 steps.
+        patience: Epochs without improvement on validation rows before training stops; "auto" is
             a quarter of the epochs, at least 8.
-        validation_fraction: fraction of rows to hold out; "auto" is a fifth, at most 10,000, and
+        validation_fraction: Fraction of rows to hold out; "auto" is a fifth, at most 10,000, and
             nothing for tables with fewer than 50 rows.
-        tune: whether short runs choose what is "auto" of dropout and weight decay.
-        time_limit: seconds for the whole fit; None for no limit.
-        refit: whether to train again with the validation rows included.
-        keep_members: number of members to keep after training, for faster predictions: those that
+        tune: Whether short runs choose what is "auto" of dropout and weight decay.
+        time_limit: Seconds for the whole fit; None for no limit.
+        refit: Whether to train again with the validation rows included.
+        keep_members: Number of members to keep after training, for faster predictions: those that
             predict the validation rows best together; "all" keeps all. ``held_out_`` has the loss
             of "all_members" as well.
         folds: 1 holds out a part of the rows. A larger number cross-fits: the members form as many
             groups, each with another held-out fold, so that all rows train and calibrate. It
             improved the loss by 3 % on tables of 1,000 rows and takes about 1.5 times as long. It
             must divide the number of members.
-        calibrate: whether to fit a temperature on the validation rows.
-        warm_start: whether another ``fit`` continues from the current weights.
-        random_state: an integer makes the fit deterministic.
-        n_jobs: number of threads; None for the setting of torch.
+        calibrate: Whether to fit a temperature on the validation rows.
+        warm_start: Whether another ``fit`` continues from the current weights.
+        random_state: An integer makes the fit deterministic.
+        n_jobs: Number of threads; None for the setting of torch.
         verbose: 1 shows progress.
-        class_weight: weights of the classes as in scikit-learn: a dictionary, a list of
+        class_weight: Weights of the classes as in scikit-learn: a dictionary, a list of
             dictionaries for several labels, "balanced", or None.
 
     Example:
@@ -91,7 +91,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         """Return the probabilities.
 
         Args:
-            X: the rows.
+            X: The rows.
 
         Returns:
             ``(row, class)``. For several labels of 0 and 1, the probability of 1 ``(row, label)``;
@@ -116,7 +116,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         """Return the logarithms of the probabilities.
 
         Args:
-            X: the rows.
+            X: The rows.
 
         Returns:
             As :meth:`predict_proba`; minus infinity where a probability is 0.
@@ -139,7 +139,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         """Return the most probable classes.
 
         Args:
-            X: the rows.
+            X: The rows.
 
         Returns:
             ``(row,)``, or ``(row, label)`` for several labels.
@@ -164,7 +164,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         """Return the probabilities of each member.
 
         Args:
-            X: the rows.
+            X: The rows.
 
         Returns:
             ``(member, row, class)``; a list with one array for each label for several labels.
@@ -189,8 +189,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         over rows that are exchangeable with the fitted ones, for any model. It can be empty.
 
         Args:
-            X: the rows.
-            coverage: the probability, between 0 and 1.
+            X: The rows.
+            coverage: The probability, between 0 and 1.
 
         Returns:
             Boolean ``(row, class)``; for several labels a list, each with a separate guarantee.
@@ -220,7 +220,7 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         Aleatoric is the mean entropy of the members. Epistemic is the rest, their disagreement.
 
         Args:
-            X: the rows.
+            X: The rows.
 
         Returns:
             Three arrays ``(row,)``, or ``(row, label)`` for several labels.

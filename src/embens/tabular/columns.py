@@ -54,12 +54,12 @@ class CategoricalColumn:
     """A categorical column.
 
     Attributes:
-        position: position in the table.
-        name: name of the column.
-        categories: the kept labels, sorted; label ``k`` has code ``k``.
-        has_rare: whether there were other labels; they have code ``len(categories)``.
-        has_missing: whether values were missing; they have code ``len(categories) + 1``.
-        labels: all labels, if the column has target statistics, else empty.
+        position: Position in the table.
+        name: Name of the column.
+        categories: The kept labels, sorted; label ``k`` has code ``k``.
+        has_rare: Whether there were other labels; they have code ``len(categories)``.
+        has_missing: Whether values were missing; they have code ``len(categories) + 1``.
+        labels: All labels, if the column has target statistics, else empty.
         statistics: ``(1 + FOLDS, len(labels) + 2, statistic)``, with rows for unseen and missing
             labels at the end: over all rows, for prediction, then without each fold.
     """
@@ -90,10 +90,10 @@ class Preprocessing:
     """The encoding of a table.
 
     Attributes:
-        names: names of all columns.
-        numeric: the numeric columns; a date contributes several.
-        categorical: the categorical columns.
-        notes: remarks for the user about columns that are ignored or read in another way.
+        names: Names of all columns.
+        numeric: The numeric columns; a date contributes several.
+        categorical: The categorical columns.
+        notes: Remarks for the user about columns that are ignored or read in another way.
     """
 
     names: list[str]
@@ -112,8 +112,8 @@ class Preprocessing:
         """Encode a table.
 
         Args:
-            table: the table.
-            dtype: type of the numbers.
+            table: The table.
+            dtype: Type of the numbers.
             folds: ``(row,)``, which statistics a row uses: 0 for those of all rows, k for those
                 without fold k. None is 0 for all rows.
 
@@ -192,11 +192,11 @@ def learn_columns(
     A row with an integer weight counts like as many equal rows.
 
     Args:
-        table: the training rows.
-        arguments: of the estimator.
-        weights: sample weights ``(row,)``.
+        table: The training rows.
+        arguments: Of the estimator.
+        weights: Sample weights ``(row,)``.
         target: ``(row, number)``, for target statistics and the selection of columns.
-        folds: the fold of each row, 0 to ``FOLDS - 1``, for target statistics.
+        folds: The fold of each row, 0 to ``FOLDS - 1``, for target statistics.
     """
     if weights is None:
         weights = torch.ones(table.rows, dtype=torch.float64)
@@ -369,8 +369,8 @@ def target_statistics(
     """Return the shrunk mean targets of each label and the logarithm of its frequency.
 
     Args:
-        codes: the label of each row; ``labels`` for unseen, ``labels + 1`` for missing ones.
-        labels: the number of labels.
+        codes: The label of each row; ``labels`` for unseen, ``labels + 1`` for missing ones.
+        labels: The number of labels.
         target: ``(row, number)``.
         weights: ``(row,)``.
         folds: ``(row,)``.

@@ -272,9 +272,9 @@ def is_wide(max_columns: Any, columns: int, rows: int) -> bool:
     """Return whether a table has more numeric columns than a network may be able to use.
 
     Args:
-        max_columns: the argument of the estimator.
-        columns: number of numeric columns.
-        rows: number of training rows.
+        max_columns: The argument of the estimator.
+        columns: Number of numeric columns.
+        rows: Number of training rows.
     """
     if isinstance(max_columns, str):
         return columns > max(WIDE_COLUMNS, rows / WIDE_ROWS_PER_COLUMN)

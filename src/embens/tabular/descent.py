@@ -45,17 +45,17 @@ def train(
     """Train an ensemble in place; restart with a lower learning rate if the run diverges.
 
     Args:
-        ensemble: the ensemble.
-        prepared: the rows and the head.
-        sizes: epochs, batch size, rates and patience.
-        deadline: when the run has to end, by the monotonic clock. There is at least one step.
-        verbose: whether to print a line after each epoch.
+        ensemble: The ensemble.
+        prepared: The rows and the head.
+        sizes: Epochs, batch size, rates and patience.
+        deadline: When the run has to end, by the monotonic clock. There is at least one step.
+        verbose: Whether to print a line after each epoch.
 
     Returns:
         The history of losses.
 
     Raises:
-        Divergence: if a loss is not finite in four attempts.
+        Divergence: If a loss is not finite in four attempts.
     """
     start = copy.deepcopy(ensemble.state_dict())
     for _ in range(ATTEMPTS - 1):
@@ -90,17 +90,17 @@ class Descent:
     """The state of a training run.
 
     Args:
-        ensemble: the ensemble, changed in place.
-        prepared: the rows and the head.
-        sizes: epochs, batch size, rates and patience.
-        deadline: when the run has to end.
+        ensemble: The ensemble, changed in place.
+        prepared: The rows and the head.
+        sizes: Epochs, batch size, rates and patience.
+        deadline: When the run has to end.
 
     Attributes:
-        average: running average of the ensemble.
-        epoch_rows: one row for each epoch, as in :class:`embens.History`.
-        member_rows: one row for each epoch and member.
-        best_epoch: the epoch with the best metric; None without validation rows.
-        best_weights: the averaged weights of the best epoch, or of the last one.
+        average: Running average of the ensemble.
+        epoch_rows: One row for each epoch, as in :class:`embens.History`.
+        member_rows: One row for each epoch and member.
+        best_epoch: The epoch with the best metric; None without validation rows.
+        best_weights: The averaged weights of the best epoch, or of the last one.
         stopped: "epochs", "patience" or "time"; None while the run continues.
     """
 
@@ -244,9 +244,9 @@ def cosine_schedule(steps_per_epoch: int, epochs: int, seconds: float) -> Callab
     """Return factors of the learning rate: a rise in the first epoch, then a cosine.
 
     Args:
-        steps_per_epoch: number of steps of an epoch.
-        epochs: number of epochs.
-        seconds: time of the whole run; may be infinite.
+        steps_per_epoch: Number of steps of an epoch.
+        epochs: Number of epochs.
+        seconds: Time of the whole run; may be infinite.
 
     Progress is the fraction of epochs or of time that is used, whichever is larger.
     """

@@ -105,7 +105,7 @@ class Display:
         """Return a model card in Markdown.
 
         Args:
-            path: a file to write it to as well.
+            path: A file to write it to as well.
 
         Returns:
             The text of the card.
@@ -140,7 +140,7 @@ class Display:
         """Plot the losses against the epoch; a vertical line marks the weights that were kept.
 
         Args:
-            ax: the axes to draw on; None for new ones.
+            ax: The axes to draw on; None for new ones.
 
         Returns:
             The axes.
@@ -174,10 +174,10 @@ class Display:
         below a quantile against its level.
 
         Args:
-            X: rows that were not fitted.
-            y: their targets.
-            ax: the axes to draw on; None for new ones.
-            bins: number of bins or quantiles.
+            X: Rows that were not fitted.
+            y: Their targets.
+            ax: The axes to draw on; None for new ones.
+            bins: Number of bins or quantiles.
 
         Returns:
             The axes.
@@ -219,7 +219,7 @@ class Display:
         """Plot the held-out loss of each member, with a line for the ensemble.
 
         Args:
-            ax: the axes to draw on; None for new ones.
+            ax: The axes to draw on; None for new ones.
 
         Returns:
             The axes.
@@ -250,11 +250,11 @@ class Display:
         """Return the permutation importance of each column, largest first.
 
         Args:
-            X: rows that were not fitted.
-            y: their targets.
-            repeats: permutations of each column.
-            scoring: as in scikit-learn; None for the negative log loss, or the negative CRPS.
-            random_state: seed of the permutations.
+            X: Rows that were not fitted.
+            y: Their targets.
+            repeats: Permutations of each column.
+            scoring: As in scikit-learn; None for the negative log loss, or the negative CRPS.
+            random_state: Seed of the permutations.
 
         Returns:
             A frame with ``mean`` and ``std`` of the loss of score, indexed by column name.
@@ -293,11 +293,11 @@ class Display:
         """Plot the largest permutation importances.
 
         Args:
-            X: rows that were not fitted.
-            y: their targets.
-            ax: the axes to draw on; None for new ones.
-            most: number of columns to show.
-            repeats: permutations of each column, as in :meth:`importances`.
+            X: Rows that were not fitted.
+            y: Their targets.
+            ax: The axes to draw on; None for new ones.
+            most: Number of columns to show.
+            repeats: Permutations of each column, as in :meth:`importances`.
 
         Returns:
             The axes.

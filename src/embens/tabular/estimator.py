@@ -44,8 +44,8 @@ class Uncertainty(NamedTuple):
 
     Attributes:
         total: ``(row,)``, or ``(row, target)`` for several targets.
-        aleatoric: the part that more training rows would not reduce; same shape.
-        epistemic: the disagreement of the members; same shape.
+        aleatoric: The part that more training rows would not reduce; same shape.
+        epistemic: The disagreement of the members; same shape.
 
     Example:
         >>> uncertainty = Uncertainty(np.array([3.0]), np.array([2.0]), np.array([1.0]))
@@ -77,9 +77,9 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         """Fit the ensemble to a table.
 
         Args:
-            X: an array, or a data frame of pandas, polars or pyarrow. NaN and None are missing
+            X: An array, or a data frame of pandas, polars or pyarrow. NaN and None are missing
                 values.
-            y: the target, ``(row,)``, or a table of targets.
+            y: The target, ``(row,)``, or a table of targets.
             sample_weight: ``(row,)``; rows of weight 0 are ignored.
 
         Returns:
@@ -105,10 +105,10 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         forgotten, as in any network.
 
         Args:
-            X: the new rows.
-            y: their targets.
-            classes: all classes, in the first call of a classifier.
-            sample_weight: weights of the new rows.
+            X: The new rows.
+            y: Their targets.
+            classes: All classes, in the first call of a classifier.
+            sample_weight: Weights of the new rows.
 
         Returns:
             The estimator.
@@ -166,9 +166,9 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         """Apply ``summarise(head, outputs)`` to blocks of rows and concatenate the results.
 
         Args:
-            X: the rows.
-            summarise: returns tensors from the outputs ``(member, row, output)`` of a block.
-            dim: the axis of the rows in these tensors.
+            X: The rows.
+            summarise: Returns tensors from the outputs ``(member, row, output)`` of a block.
+            dim: The axis of the rows in these tensors.
         """
         fitted = self._get_fitted()
         table = read_table(self, X, reset=False)
@@ -186,14 +186,14 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         """Return the conformal scores of the calibration rows.
 
         Args:
-            coverage: of the sets or intervals. With fewer than 100 rows a warning states how
+            coverage: Of the sets or intervals. With fewer than 100 rows a warning states how
                 reliable it is; None for no warning.
 
         Returns:
             The scores ``(row, target)``.
 
         Raises:
-            ValueError: if no rows were held out.
+            ValueError: If no rows were held out.
 
         Example:
             >>> from sklearn.datasets import load_iris
@@ -296,7 +296,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         """Write the fitted estimator to one file, without pickle.
 
         Args:
-            path: the file. :func:`embens.tabular.load` reads it, and has an example.
+            path: The file. :func:`embens.tabular.load` reads it, and has an example.
         """
         storage.save(self, path)
 
@@ -305,7 +305,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         """Read an estimator of this class that :meth:`save` wrote.
 
         Args:
-            path: the file. Nothing in it is executed.
+            path: The file. Nothing in it is executed.
 
         Returns:
             The fitted estimator.
@@ -325,10 +325,10 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         checked with onnxruntime.
 
         Args:
-            path: the file.
+            path: The file.
 
         Raises:
-            ValueError: if the table has categorical columns, or the target transform is
+            ValueError: If the table has categorical columns, or the target transform is
                 "quantile".
         """
         storage.to_onnx(self, path)
@@ -348,7 +348,7 @@ def load(path: str | os.PathLike[str]) -> TableEstimator:
     """Read an estimator that its method ``save`` wrote.
 
     Args:
-        path: the file. Nothing in it is executed.
+        path: The file. Nothing in it is executed.
 
     Returns:
         The fitted estimator.
@@ -374,7 +374,7 @@ def threads(n_jobs: int | None) -> Iterator[None]:
     """Set the number of torch threads within a block.
 
     Args:
-        n_jobs: as in joblib: -1 for all processors, -2 for all but one; None changes nothing.
+        n_jobs: As in joblib: -1 for all processors, -2 for all but one; None changes nothing.
     """
     before = torch.get_num_threads()
     if n_jobs is not None:

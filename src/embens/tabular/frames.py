@@ -30,12 +30,12 @@ class Table:
     after another. Every other column is read once and kept.
 
     Args:
-        source: a narwhals data frame, or a two-dimensional array of floats or integers.
-        names: the column names.
+        source: A narwhals data frame, or a two-dimensional array of floats or integers.
+        names: The column names.
 
     Attributes:
-        rows: the number of rows.
-        names: the column names as strings.
+        rows: The number of rows.
+        names: The column names as strings.
     """
 
     def __init__(self, source: Any, names: Sequence[Any]):
@@ -70,11 +70,11 @@ class Table:
         """Return a column as float64 ``(row,)``, with NaN for missing values.
 
         Args:
-            position: the position of the column.
-            part: a key of :data:`DATE_PARTS` for dates, or ``""`` for the value itself.
+            position: The position of the column.
+            part: A key of :data:`DATE_PARTS` for dates, or ``""`` for the value itself.
 
         Raises:
-            ValueError: if a value is not a number.
+            ValueError: If a value is not a number.
         """
         if position in self._place_in_block:
             return self._block[:, self._place_in_block[position]]
@@ -88,7 +88,7 @@ class Table:
         """Return several columns as float64 ``(row, column)``.
 
         Args:
-            places: position and part of each column, as in :meth:`numbers`.
+            places: Position and part of each column, as in :meth:`numbers`.
         """
         if all(position in self._place_in_block for position, _ in places):
             return self._block[:, [self._place_in_block[position] for position, _ in places]]
@@ -111,8 +111,8 @@ class Table:
         """Raise ValueError if a numeric column has dates now and numbers in fit, or the reverse.
 
         Args:
-            positions: the numeric columns.
-            dates: those of them that had dates in fit. A column without a value is either.
+            positions: The numeric columns.
+            dates: Those of them that had dates in fit. A column without a value is either.
         """
         for position in positions:
             has_dates = self.kind(position) == "date"
@@ -300,9 +300,9 @@ def read_table(estimator: Any, X: Any, *, reset: bool) -> Table:
     """Validate ``X`` as scikit-learn does and return it as a table.
 
     Args:
-        estimator: the estimator, which stores the names and the number of features.
-        X: an array or a data frame.
-        reset: store the features (in ``fit``) instead of comparing them with the stored ones.
+        estimator: The estimator, which stores the names and the number of features.
+        X: An array or a data frame.
+        reset: Store the features (in ``fit``) instead of comparing them with the stored ones.
     """
     if type(X).__name__ == "LazyFrame":
         raise TypeError(
@@ -347,7 +347,7 @@ def choose_categorical(table: Table, categorical_features: Any) -> list[int]:
     """Return the positions of the categorical columns, sorted.
 
     Args:
-        table: the table.
+        table: The table.
         categorical_features: "auto" (by type), a sequence of column names or positions, a boolean
             mask, or None for no column.
     """

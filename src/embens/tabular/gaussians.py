@@ -58,18 +58,18 @@ class GaussianHead(Head):
     """Standardised targets as mixtures of Gaussians.
 
     Attributes:
-        targets: number of targets.
+        targets: Number of targets.
         loss: "quantile", "likelihood", "squared" or "student".
-        stopping: metric of early stopping, "nll", "crps" or "rmse".
+        stopping: Metric of early stopping, "nll", "crps" or "rmse".
         transform: "none", "log" or "quantile".
-        knots: of the transform: ``(2, knot, target)`` values and normal scores for "quantile",
+        knots: Of the transform: ``(2, knot, target)`` values and normal scores for "quantile",
             ``(1, target)`` offsets for "log".
-        mean: mean of each transformed target.
-        std: standard deviation of each transformed target.
-        smallest: smallest fitted value of each target; with the largest it gives the bounds.
-        largest: largest fitted value of each target.
-        integer: whether all fitted values of each target are integers.
-        temperature: factor of the predicted standard deviations.
+        mean: Mean of each transformed target.
+        std: Standard deviation of each transformed target.
+        smallest: Smallest fitted value of each target; with the largest it gives the bounds.
+        largest: Largest fitted value of each target.
+        integer: Whether all fitted values of each target are integers.
+        temperature: Factor of the predicted standard deviations.
     """
 
     targets: int

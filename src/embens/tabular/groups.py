@@ -37,10 +37,10 @@ class GroupedEnsemble(nn.Module):
     """Several ensembles as one: the members of the first, then those of the second, and so on.
 
     Args:
-        groups: the ensembles.
+        groups: The ensembles.
 
     Attributes:
-        groups: the ensembles.
+        groups: The ensembles.
 
     Shape:
         ``(row, input)`` becomes ``(member, row, output)``.
@@ -79,10 +79,10 @@ def assign_folds(rows: int, folds: int, strata: np.ndarray | None, seed: int) ->
     """Assign rows to folds at random; every fold has nearly the same classes.
 
     Args:
-        rows: number of rows.
-        folds: number of folds.
-        strata: classes ``(row,)``, or None.
-        seed: of the assignment.
+        rows: Number of rows.
+        folds: Number of folds.
+        strata: Classes ``(row,)``, or None.
+        seed: Of the assignment.
 
     Returns:
         The fold of each row, ``(row,)``.
@@ -103,9 +103,9 @@ def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None)
     """Train and calibrate groups of members with cross-fitting.
 
     Args:
-        prepared: the encoded rows, all of them training rows.
-        sizes: values of the arguments, for all members together; the search may change them.
-        previous: a previous fit with the same number of folds, whose groups are trained further in
+        prepared: The encoded rows, all of them training rows.
+        sizes: Values of the arguments, for all members together; the search may change them.
+        previous: A previous fit with the same number of folds, whose groups are trained further in
             place.
     """
     # Three parts: search on the first fold, train each group, calibrate on all folds.

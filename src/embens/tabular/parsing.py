@@ -34,8 +34,8 @@ def read_dataclass(kind: type[T], values: Fields) -> T:
     """Return an object of a dataclass from fields of the annotated types.
 
     Args:
-        kind: the dataclass.
-        values: all of its fields, and no others.
+        kind: The dataclass.
+        values: All of its fields, and no others.
 
     Raises:
         embens.files.Refused: if a field is missing, unknown, NaN or of another type.
@@ -50,8 +50,8 @@ def read_arguments(kind: type, values: Fields) -> Any:
     """Return an estimator with the arguments of a file.
 
     Args:
-        kind: the class of the estimator.
-        values: its arguments.
+        kind: The class of the estimator.
+        values: Its arguments.
 
     Raises:
         embens.files.Refused: if an argument is missing, unknown or out of range.
@@ -127,8 +127,8 @@ def read_head(kind: type[Head], values: Fields) -> Any:
     """Return the head of an estimator.
 
     Args:
-        kind: the class of the head.
-        values: its fields.
+        kind: The class of the head.
+        values: Its fields.
     """
     hints = typing.get_type_hints(kind)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
@@ -196,8 +196,8 @@ def read_held_out(values: Fields, members: int) -> dict[str, Any] | None:
     """Return the losses on the held-out rows, if there were any.
 
     Args:
-        values: the fields of the estimator.
-        members: number of members.
+        values: The fields of the estimator.
+        members: Number of members.
     """
     if values.get("held_out") is None:
         return None

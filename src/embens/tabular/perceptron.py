@@ -73,10 +73,10 @@ class EncodedBatches:
     The encoder expands one batch at a time, because all encoded rows may not fit into memory.
 
     Args:
-        rows: the rows.
-        encoder: the encoder of the table.
-        batch_size: rows of a batch.
-        generator: draws a new order for every pass; None keeps the order of the rows.
+        rows: The rows.
+        encoder: The encoder of the table.
+        batch_size: Rows of a batch.
+        generator: Draws a new order for every pass; None keeps the order of the rows.
     """
 
     def __init__(
@@ -107,25 +107,25 @@ class Encoder(nn.Module):
     """Encode the two tensors of a table as inputs of a perceptron.
 
     Args:
-        preprocessing: the learned encoding.
-        bins: whether to include the piecewise-linear encoding.
+        preprocessing: The learned encoding.
+        bins: Whether to include the piecewise-linear encoding.
 
     A *ramp* is the position of a number in a bin: 0 at its left edge and 1 at its right edge,
     clipped. The number of bins differs between columns, so tensors are padded.
 
     Attributes:
-        left: left edge of each bin, ``(column, bin)``, padded with zeros.
-        inverse_width: inverse width of each bin; 0 in the padding.
-        low: lower bound of each ramp: 0, or -1 in the first bin, which extends to the left.
-        high: upper bound of each ramp: 1, or 2 in the last bin, which extends to the right; 0 in
+        left: Left edge of each bin, ``(column, bin)``, padded with zeros.
+        inverse_width: Inverse width of each bin; 0 in the padding.
+        low: Lower bound of each ramp: 0, or -1 in the first bin, which extends to the left.
+        high: Upper bound of each ramp: 1, or 2 in the last bin, which extends to the right; 0 in
             the padding.
-        first_score: score of the first edge, ``(column,)``.
-        score_rise: increase of the score from edge to edge, ``(column, bin)``.
-        is_constant: columns without a bin, ``(column,)``.
-        bin_index: positions of the bins in a flattened ``(column, bin)``, without the padding.
-        missing_index: columns with an indicator of missing numbers.
-        slot_column: the categorical column of each one-hot input.
-        slot_code: the code for which this input is 1.
+        first_score: Score of the first edge, ``(column,)``.
+        score_rise: Increase of the score from edge to edge, ``(column, bin)``.
+        is_constant: Columns without a bin, ``(column,)``.
+        bin_index: Positions of the bins in a flattened ``(column, bin)``, without the padding.
+        missing_index: Columns with an indicator of missing numbers.
+        slot_column: The categorical column of each one-hot input.
+        slot_code: The code for which this input is 1.
 
     Shape:
         numbers ``(row, preprocessing.width)`` and codes ``(row, categorical column)`` become
@@ -212,10 +212,10 @@ class Periodic(nn.Module):
     :math:`N(0, \sigma^2)`.
 
     Args:
-        columns: how many of the inputs to expand.
-        frequencies: frequencies for each of them.
-        std: their initial standard deviation.
-        generator: source of the initial frequencies.
+        columns: How many of the inputs to expand.
+        frequencies: Frequencies for each of them.
+        std: Their initial standard deviation.
+        generator: Source of the initial frequencies.
 
     Shape:
         ``(row, input)`` becomes ``(row, input + 2 * columns * frequencies)``.
@@ -248,7 +248,7 @@ class DetachedOutputs(nn.Module):
     """Last layer whose second half of outputs does not train the hidden layers.
 
     Args:
-        layer: a linear layer, whose weights are copied.
+        layer: A linear layer, whose weights are copied.
     """
 
     def __init__(self, layer: nn.Linear):
@@ -285,11 +285,11 @@ def build_network(
     """Build the reference network of a table.
 
     Args:
-        encoder: the encoder of the table, which has the number of inputs.
-        head: the head of the target, which has the number of outputs.
-        arguments: of the estimator.
-        sizes: width and dropout rate.
-        generator: source of the initial weights.
+        encoder: The encoder of the table, which has the number of inputs.
+        head: The head of the target, which has the number of outputs.
+        arguments: Of the estimator.
+        sizes: Width and dropout rate.
+        generator: Source of the initial weights.
     """
     network = nn.Sequential()
     inputs = encoder.inputs
@@ -323,11 +323,11 @@ def embed(
     """Embed the ensemble of the chosen family in a reference network.
 
     Args:
-        reference: the reference network.
-        head: the head of the target, which has the default sites.
-        arguments: family, law, sites and per-member layers.
-        sizes: number of members and mean of the signs.
-        generator: source of the modulations and per-member weights.
+        reference: The reference network.
+        head: The head of the target, which has the default sites.
+        arguments: Family, law, sites and per-member layers.
+        sizes: Number of members and mean of the signs.
+        generator: Source of the modulations and per-member weights.
     """
     members = sizes.members
     if arguments.family == "independent":
@@ -370,7 +370,7 @@ def predict_constant_(ensemble: EmbeddedEnsemble, outputs: Tensor) -> None:
     """Change the last layer so that every member returns the same outputs for every row.
 
     Args:
-        ensemble: the ensemble, changed in place.
+        ensemble: The ensemble, changed in place.
         outputs: ``(output,)``.
     """
     reference: Any = ensemble.reference

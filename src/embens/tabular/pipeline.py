@@ -45,16 +45,16 @@ class Fitted:
     """A fitted ensemble and everything else that predictions need.
 
     Attributes:
-        preprocessing: the encoding of the columns.
-        encoder: the inputs of the network.
-        head: the calibrated head.
-        ensemble: the trained ensemble; several groups if ``folds`` is above 1.
-        sizes: the chosen values of the arguments.
-        run: the history of training.
-        held_out: losses on the validation rows, of the "ensemble", of the "members", of the best
+        preprocessing: The encoding of the columns.
+        encoder: The inputs of the network.
+        head: The calibrated head.
+        ensemble: The trained ensemble; several groups if ``folds`` is above 1.
+        sizes: The chosen values of the arguments.
+        run: The history of training.
+        held_out: Losses on the validation rows, of the "ensemble", of the "members", of the best
             "constant" prediction, and of "all_members" if only some were kept; None without
             validation rows.
-        remarks: what the user should know about the fit.
+        remarks: What the user should know about the fit.
     """
 
     preprocessing: Preprocessing
@@ -78,10 +78,10 @@ def fit(
     """Train and calibrate an ensemble.
 
     Args:
-        prepared: the encoded rows.
-        sizes: values of the arguments; the search may change them.
-        deadline: when the fit has to end, by the monotonic clock.
-        previous: a previous fit, whose ensemble is trained further in place.
+        prepared: The encoded rows.
+        sizes: Values of the arguments; the search may change them.
+        deadline: When the fit has to end, by the monotonic clock.
+        previous: A previous fit, whose ensemble is trained further in place.
     """
     arguments = prepared.arguments
     is_first_fit = previous is None and len(prepared.validation) > 0
@@ -208,10 +208,10 @@ def plan_time(
     """Measure the speed of this machine and divide the remaining time.
 
     Args:
-        ensemble: the ensemble before training.
-        prepared: the encoded rows.
-        sizes: epochs and batch size of the training.
-        deadline: when the fit has to end.
+        ensemble: The ensemble before training.
+        prepared: The encoded rows.
+        sizes: Epochs and batch size of the training.
+        deadline: When the fit has to end.
 
     Returns:
         The rows, with fewer held-out rows if their calibration would take too long; the deadline
@@ -280,9 +280,9 @@ def halve(
     round, which is twice as long.
 
     Args:
-        candidates: rows and hyperparameters; the first candidate is the default.
-        score: the loss of a candidate after a short run.
-        deadline: of the whole fit. A round takes at most ``SEARCH_SHARE`` of the remaining time.
+        candidates: Rows and hyperparameters; the first candidate is the default.
+        score: The loss of a candidate after a short run.
+        deadline: Of the whole fit. A round takes at most ``SEARCH_SHARE`` of the remaining time.
     """
     epochs = max(4, candidates[0][1].epochs // 4)
     while len(candidates) > 1:
@@ -371,10 +371,10 @@ def calibrate_outputs(
     """Fit the temperature to outputs, and compare them with a constant prediction.
 
     Args:
-        prepared: the head, the training rows and the arguments.
+        prepared: The head, the training rows and the arguments.
         outputs: ``(member, row, output)``.
-        target: of the same rows.
-        has_temperature: whether the rows were held out, so that they can calibrate.
+        target: Of the same rows.
+        has_temperature: Whether the rows were held out, so that they can calibrate.
 
     Returns:
         The calibrated head, the losses, and a sentence if the outputs are worse than the best

@@ -22,7 +22,7 @@ class MergedMembers:
     """The members of a trained ensemble as stacks of linear layers.
 
     Args:
-        ensemble: an ensemble whose reference is a perceptron of
+        ensemble: An ensemble whose reference is a perceptron of
             :func:`embens.tabular.perceptron.build_network`. Its members differ from the outputs of
             the first layer on.
     """
@@ -108,8 +108,8 @@ def predict_members(ensemble: EmbeddedEnsemble | GroupedEnsemble, inputs: Tensor
     """Return the outputs of all members in evaluation mode, with merged weights where they help.
 
     Args:
-        ensemble: a trained ensemble.
-        inputs: encoded rows ``(row, input)``.
+        ensemble: A trained ensemble.
+        inputs: Encoded rows ``(row, input)``.
 
     Returns:
         The outputs ``(member, row, output)``.

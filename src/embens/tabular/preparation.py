@@ -31,16 +31,16 @@ class Prepared:
     """Encoded rows and everything else that training needs.
 
     Attributes:
-        arguments: of the estimator.
-        seed: of the initial weights and of training.
-        preprocessing: the encoding of the columns.
-        encoder: the inputs of the network.
-        head: the head of the target.
-        train: training rows.
-        validation: held-out rows for the search, early stopping and temperatures; may be empty.
-        calibration: held-out rows for conformal scores only; may be empty.
-        remarks: what the user should know about the rows.
-        strata: classes of the training rows, by which folds are stratified, if any.
+        arguments: Of the estimator.
+        seed: Of the initial weights and of training.
+        preprocessing: The encoding of the columns.
+        encoder: The inputs of the network.
+        head: The head of the target.
+        train: Training rows.
+        validation: Held-out rows for the search, early stopping and temperatures; may be empty.
+        calibration: Held-out rows for conformal scores only; may be empty.
+        remarks: What the user should know about the rows.
+        strata: Classes of the training rows, by which folds are stratified, if any.
     """
 
     arguments: Arguments
@@ -70,12 +70,12 @@ def split_rows(
     """Split rows at random.
 
     Args:
-        rows: number of rows.
-        fraction: fraction of rows to hold out; "auto" is a fifth, at most
+        rows: Number of rows.
+        fraction: Fraction of rows to hold out; "auto" is a fifth, at most
             ``MAX_HELD_OUT_ROWS``, and nothing for tiny tables.
-        stride: every ``stride``-th held-out row is reserved for conformal calibration.
-        strata: classes ``(row,)``; classes with several rows keep their proportion.
-        seed: of the split.
+        stride: Every ``stride``-th held-out row is reserved for conformal calibration.
+        strata: Classes ``(row,)``; classes with several rows keep their proportion.
+        seed: Of the split.
     """
     if fraction != "auto":
         held_out = round(fraction * rows)
@@ -150,14 +150,14 @@ def prepare(
     """Split the rows of a table and learn its encoding from the training rows.
 
     Args:
-        table: the features.
-        y: the target, ``(row,)`` or ``(row, target)``.
-        weights: sample weights ``(row,)``; rows of weight 0 are ignored.
-        arguments: of the estimator.
-        random_state: source of the seeds of training and of the split.
-        previous: a previous fit, whose encoding is used again.
-        classes: all classes, if ``y`` does not have all of them.
-        deadline: when the fit has to end. Some rows are left out if they would take too long.
+        table: The features.
+        y: The target, ``(row,)`` or ``(row, target)``.
+        weights: Sample weights ``(row,)``; rows of weight 0 are ignored.
+        arguments: Of the estimator.
+        random_state: Source of the seeds of training and of the split.
+        previous: A previous fit, whose encoding is used again.
+        classes: All classes, if ``y`` does not have all of them.
+        deadline: When the fit has to end. Some rows are left out if they would take too long.
     """
     seed = int(random_state.randint(2**31 - 1))
     split_seed = int(random_state.randint(2**31 - 1))

@@ -20,9 +20,9 @@ def neg_nll(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> flo
     """Score a regressor by the mean log-density of the targets; a scorer for ``scoring=``.
 
     Args:
-        estimator: a fitted :class:`EmbeddedEnsembleRegressor`.
-        X: the rows.
-        y: their targets.
+        estimator: A fitted :class:`EmbeddedEnsembleRegressor`.
+        X: The rows.
+        y: Their targets.
         sample_weight: ``(row,)``.
 
     Returns:
@@ -43,9 +43,9 @@ def neg_crps(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> fl
     """Score a regressor by its negative CRPS, in units of the target; a scorer for ``scoring=``.
 
     Args:
-        estimator: a fitted :class:`EmbeddedEnsembleRegressor`.
-        X: the rows.
-        y: their targets.
+        estimator: A fitted :class:`EmbeddedEnsembleRegressor`.
+        X: The rows.
+        y: Their targets.
         sample_weight: ``(row,)``.
 
     Returns:
@@ -92,10 +92,10 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
             Student's t, for outliers. See :mod:`embens.tabular.gaussians`.
         target_transform: "none", "log" or "quantile" (to normal scores), inverted in predictions;
             "auto" chooses the best held-out CRPS if the target is skewed and ``tune`` is on.
-        metric: metric of early stopping, "nll", "crps" or "rmse"; "auto" depends on the loss.
-        validation_fraction: fraction of rows to hold out. Half of them are for early stopping,
+        metric: Metric of early stopping, "nll", "crps" or "rmse"; "auto" depends on the loss.
+        validation_fraction: Fraction of rows to hold out. Half of them are for early stopping,
             the other half only for ``predict_interval``, so that its coverage is guaranteed.
-        calibrate: whether to fit a factor of the standard deviations on the validation rows.
+        calibrate: Whether to fit a factor of the standard deviations on the validation rows.
 
     Example:
         >>> from sklearn.datasets import load_diabetes
@@ -123,8 +123,8 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         """Return the mean of the mixture.
 
         Args:
-            X: the rows.
-            return_std: whether to return the standard deviation as well.
+            X: The rows.
+            return_std: Whether to return the standard deviation as well.
 
         Returns:
             The mean, ``(row,)`` or ``(row, target)``; a pair of mean and standard deviation with
@@ -148,7 +148,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         """Return mean and standard deviation of each member.
 
         Args:
-            X: the rows.
+            X: The rows.
 
         Returns:
             Two arrays ``(member, row)``, or ``(member, row, target)`` for several targets.
@@ -169,7 +169,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         """Return mean and standard deviation of each Gaussian of the mixture.
 
         Args:
-            X: the rows.
+            X: The rows.
 
         Returns:
             Two arrays ``(component, row)``, or ``(component, row, target)`` for several targets.
@@ -192,7 +192,7 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         Aleatoric is the mean variance of the members, epistemic the variance of their means.
 
         Args:
-            X: the rows.
+            X: The rows.
 
         Returns:
             Three arrays ``(row,)``, or ``(row, target)`` for several targets.
@@ -220,8 +220,8 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         fitted values are.
 
         Args:
-            X: the rows.
-            quantiles: one level or several, between 0 and 1.
+            X: The rows.
+            quantiles: One level or several, between 0 and 1.
 
         Returns:
             ``(row, quantile)``, or ``(row,)`` for one level; one more axis for several targets.
@@ -254,8 +254,8 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         values of the target as those of :meth:`predict_quantiles` do.
 
         Args:
-            X: the rows.
-            coverage: the probability, between 0 and 1.
+            X: The rows.
+            coverage: The probability, between 0 and 1.
 
         Returns:
             Lower and upper end, ``(row, 2)``; for several targets ``(row, 2, target)``, each with

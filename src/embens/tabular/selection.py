@@ -35,11 +35,11 @@ def select_columns(
     """Return the positions of the numeric columns to use, sorted.
 
     Args:
-        numeric: the numeric columns; the parts of a date are selected together.
-        table: the training rows.
-        weights: sample weights ``(row,)``.
+        numeric: The numeric columns; the parts of a date are selected together.
+        table: The training rows.
+        weights: Sample weights ``(row,)``.
         target: ``(row, number)``.
-        max_columns: how many columns to select; "auto" is 32 if few columns matter, else all.
+        max_columns: How many columns to select; "auto" is 32 if few columns matter, else all.
     """
     # Imported here, because they take long and few tables are wide.
     from sklearn.ensemble import ExtraTreesRegressor

@@ -102,8 +102,8 @@ def load(path: str | os.PathLike[str], classes: list[type]) -> Any:
     """Read an estimator that :func:`save` wrote.
 
     Args:
-        path: the file.
-        classes: the estimator classes that are accepted.
+        path: The file.
+        classes: The estimator classes that are accepted.
 
     Raises:
         embens.files.Refused: if the file is damaged or holds something else.

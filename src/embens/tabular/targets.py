@@ -44,7 +44,7 @@ def read_target(y: Any) -> np.ndarray:
     A table with one column becomes a vector.
 
     Raises:
-        ValueError: if a value is missing or infinite; the message names its row.
+        ValueError: If a value is missing or infinite; the message names its row.
     """
     if type(y).__module__.startswith("pyarrow") and not is_into_dataframe(y):
         y = np.array(y.to_pylist())
@@ -76,7 +76,7 @@ def split_targets(y: np.ndarray, expected: int) -> list[np.ndarray]:
     """Return the columns of a target.
 
     Raises:
-        ValueError: if their number differs from the first fit.
+        ValueError: If their number differs from the first fit.
     """
     columns = [y]
     if y.ndim == 2:
@@ -92,8 +92,8 @@ def read_weights(sample_weight: Any, rows: int) -> Tensor:
     """Return the sample weights as float64 ``(row,)``.
 
     Args:
-        sample_weight: one weight for each row, one number for all rows, or None for 1.
-        rows: the number of rows.
+        sample_weight: One weight for each row, one number for all rows, or None for 1.
+        rows: The number of rows.
     """
     if sample_weight is None:
         return torch.ones(rows, dtype=torch.float64)
@@ -139,13 +139,13 @@ class Head(ABC):
     """Contract of the heads.
 
     Attributes:
-        single: whether the target is a vector, not a table.
-        scores: conformal scores of held-out rows, ``(row, target)``.
-        detached: whether the second half of the outputs does not train the hidden layers.
-        constant_name: name of the prediction of :meth:`constant_outputs`.
-        default_sites: where members differ by default.
-        allows_bfloat16: whether the network may run in bfloat16 during training.
-        calibration_stride: every ``calibration_stride``-th held-out row is reserved for
+        single: Whether the target is a vector, not a table.
+        scores: Conformal scores of held-out rows, ``(row, target)``.
+        detached: Whether the second half of the outputs does not train the hidden layers.
+        constant_name: Name of the prediction of :meth:`constant_outputs`.
+        default_sites: Where members differ by default.
+        allows_bfloat16: Whether the network may run in bfloat16 during training.
+        calibration_stride: Every ``calibration_stride``-th held-out row is reserved for
             conformal scores.
     """
 
@@ -168,9 +168,9 @@ class Head(ABC):
         """Return the head for a target.
 
         Args:
-            y: the target of all rows.
-            arguments: of the estimator.
-            classes: all classes of a classifier, if ``y`` does not have all of them.
+            y: The target of all rows.
+            arguments: Of the estimator.
+            classes: All classes of a classifier, if ``y`` does not have all of them.
         """
 
     @property
@@ -236,8 +236,8 @@ class ClassHead(Head):
     """Logits of one or several labels, concatenated.
 
     Attributes:
-        labels: the sorted classes of each label.
-        temperature: divisor of the logits in predictions.
+        labels: The sorted classes of each label.
+        temperature: Divisor of the logits in predictions.
     """
 
     labels: tuple[np.ndarray, ...]

@@ -37,11 +37,11 @@ class Minibatch(NamedTuple):
     """The data of one forward pass.
 
     Attributes:
-        inputs: a tuple or a dict of inputs.
-        target: the target.
-        rows: number of rows in this process (per member, if members have separate batches).
-        total: number of rows in all processes, or None if unknown.
-        weight: sample weights ``(row,)``, or None.
+        inputs: A tuple or a dict of inputs.
+        target: The target.
+        rows: Number of rows in this process (per member, if members have separate batches).
+        total: Number of rows in all processes, or None if unknown.
+        weight: Sample weights ``(row,)``, or None.
     """
 
     inputs: Any
@@ -56,14 +56,14 @@ class BatchSource:
     """Base class of the two kinds of data: indexed samples and loaders.
 
     Attributes:
-        data: what the user passed.
-        batch_size: rows of a batch in all processes together; a loader has a fixed one.
-        seed: seed of the sample order; None: keep the order of the data.
-        members: if not None, number of members, each of which has a separate order.
-        world: the processes that share each batch.
-        name: of the argument, for error messages.
-        counts: least and largest number of inputs of the network, to recognise sample weights.
-        dtype: type of the tensors made from floating arrays of numpy.
+        data: What the user passed.
+        batch_size: Rows of a batch in all processes together; a loader has a fixed one.
+        seed: Seed of the sample order; None: keep the order of the data.
+        members: If not None, number of members, each of which has a separate order.
+        world: The processes that share each batch.
+        name: Of the argument, for error messages.
+        counts: Least and largest number of inputs of the network, to recognise sample weights.
+        dtype: Type of the tensors made from floating arrays of numpy.
     """
 
     data: Any
@@ -238,16 +238,16 @@ def batches_of(data: Any, batch_size: int, **options: Any) -> AnySource:
     """Return the batches of any kind of data.
 
     Args:
-        data: tensors, a data set or a loader.
-        batch_size: rows of a batch.
-        options: further fields of :class:`BatchSource`.
+        data: Tensors, a data set or a loader.
+        batch_size: Rows of a batch.
+        options: Further fields of :class:`BatchSource`.
 
     Returns:
         The source of the batches.
 
     Raises:
-        TypeError: if the data are none of these.
-        ValueError: if there is no sample or no batch.
+        TypeError: If the data are none of these.
+        ValueError: If there is no sample or no batch.
 
     Example:
         >>> source = batches_of((torch.zeros(10, 2), torch.zeros(10)), 4)
@@ -269,15 +269,15 @@ def split_weights(
     """Separate the sample weights from a batch, or from all data.
 
     Args:
-        values: a sequence, or a dict.
-        counts: least and largest number of inputs of the network.
-        name: of the argument, for error messages.
+        values: A sequence, or a dict.
+        counts: Least and largest number of inputs of the network.
+        name: Of the argument, for error messages.
 
     Returns:
         The values without weights, and the weights, or None.
 
     Raises:
-        ValueError: if weights are not one finite, non-negative number for each row.
+        ValueError: If weights are not one finite, non-negative number for each row.
     """
     if not has_weights(values, counts):
         return values, None
@@ -300,14 +300,14 @@ def split_target(values: Any, expected: str) -> tuple[Any, Any]:
     Unlike :func:`embens.sources.split_target`, a single input becomes a tuple too.
 
     Args:
-        values: a sequence whose last element is the target, or a dict with ``labels``.
-        expected: beginning of the error message.
+        values: A sequence whose last element is the target, or a dict with ``labels``.
+        expected: Beginning of the error message.
 
     Returns:
         The inputs, a tuple or a dict, and the target.
 
     Raises:
-        TypeError: if there is no target.
+        TypeError: If there is no target.
 
     Example:
         >>> split_target(("x", "target"), "train: expected a pair")

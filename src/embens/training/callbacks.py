@@ -127,11 +127,11 @@ class CSVLog(Callback):
     A run from the start replaces the file.
 
     Args:
-        path: the file.
+        path: The file.
 
     Raises:
-        OSError: when the run starts, if no file can be written there.
-        ValueError: during the run, if the file is another table or no text.
+        OSError: When the run starts, if no file can be written there.
+        ValueError: During the run, if the file is another table or no text.
 
     Example:
         >>> log = CSVLog("history.csv")
@@ -192,11 +192,11 @@ class Log(Callback):
     """Pass the record of each epoch to a logger.
 
     Args:
-        writer: an object with ``add_scalar(name, value, epoch)``, such as TensorBoard's
+        writer: An object with ``add_scalar(name, value, epoch)``, such as TensorBoard's
             ``SummaryWriter``, or with ``log(dict)``, such as a Weights & Biases run.
 
     Raises:
-        TypeError: if the writer has neither method.
+        TypeError: If the writer has neither method.
 
     Example:
         >>> class Printer:
@@ -227,7 +227,7 @@ class TimeLimit(Callback):
     With a :class:`Checkpoint` the next run continues where this one stopped.
 
     Args:
-        seconds: of wall-clock time since the start of ``fit``, above 0.
+        seconds: Of wall-clock time since the start of ``fit``, above 0.
 
     Example:
         >>> callbacks = [TimeLimit(3600)]
@@ -264,7 +264,7 @@ class WeightAveraging(Callback):
     layers, are copied. The mean is evaluated in full precision.
 
     Args:
-        epochs: length of the average, a number above 0.
+        epochs: Length of the average, a number above 0.
 
     Example:
         >>> callbacks = [WeightAveraging(epochs=2)]
@@ -322,9 +322,9 @@ def clip_gradients_(ensemble: EmbeddedEnsemble, norm: float, *, gamma: Gamma = N
     smallest :math:`c_a`. So no member's norm exceeds :math:`C`.
 
     Args:
-        ensemble: an ensemble with the gradients of the objective, before the optimizer's step.
-        norm: the largest norm of a member's gradient, :math:`C`.
-        gamma: as for :meth:`~embens.EmbeddedEnsemble.parameter_groups`.
+        ensemble: An ensemble with the gradients of the objective, before the optimizer's step.
+        norm: The largest norm of a member's gradient, :math:`C`.
+        gamma: As for :meth:`~embens.EmbeddedEnsemble.parameter_groups`.
 
     Returns:
         The norms before clipping, ``(member,)``.
@@ -362,8 +362,8 @@ class ClipGradients(Callback):
     """Clip the gradient of every member before each step (:func:`clip_gradients_`).
 
     Args:
-        norm: the largest norm of a member's gradient, above 0.
-        gamma: as for :func:`clip_gradients_`; None: the gamma of ``fit``.
+        norm: The largest norm of a member's gradient, above 0.
+        gamma: As for :func:`clip_gradients_`; None: the gamma of ``fit``.
 
     Example:
         >>> callbacks = [ClipGradients(1.0)]

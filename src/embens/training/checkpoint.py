@@ -51,14 +51,14 @@ class Checkpoint(Callback):
     is from then on that of the new number of epochs.
 
     Args:
-        folder: holds the checkpoints of this run only; created if needed.
-        every: steps between checkpoints; None: one per epoch.
+        folder: Holds the checkpoints of this run only; created if needed.
+        every: Steps between checkpoints; None: one per epoch.
 
     Raises:
-        NotADirectoryError: if ``folder`` is a file.
-        ValueError: when the run starts, if the folder has a checkpoint of a different run (other
+        NotADirectoryError: If ``folder`` is a file.
+        ValueError: When the run starts, if the folder has a checkpoint of a different run (other
             arguments, callbacks, laws or shapes).
-        BlockingIOError: when the run starts, if another run uses the folder.
+        BlockingIOError: When the run starts, if another run uses the folder.
 
     Example:
         >>> callbacks = [Checkpoint("run-1", every=100)]

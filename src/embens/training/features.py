@@ -27,7 +27,7 @@ class CacheFeatures(Callback):
     was passed to ``fit``. All features of the training data are kept in memory.
 
     Raises:
-        ValueError: if the ensemble is not one of ``embens.adapt(network, by="head")``, or if
+        ValueError: If the ensemble is not one of ``embens.adapt(network, by="head")``, or if
             anything follows its last layer.
 
     Example:
@@ -45,13 +45,13 @@ def separate_heads(ensemble: EmbeddedEnsemble) -> tuple[EmbeddedEnsemble, str]:
     """Return the last layers as an ensemble that shares their weights, and the layer's name.
 
     Args:
-        ensemble: with a frozen trunk, and separate weights in one layer only.
+        ensemble: With a frozen trunk, and separate weights in one layer only.
 
     Returns:
         An ensemble of the last layers, and the name of the layer in the reference.
 
     Raises:
-        ValueError: if the members differ in anything else.
+        ValueError: If the members differ in anything else.
     """
     spec = ensemble.spec
     is_head = spec.frozen and spec.individual_head and len(spec.per_member) == 1
@@ -84,17 +84,17 @@ def compute_features(
     """Return the features, targets and weights of all rows, in the order of the data.
 
     Args:
-        ensemble: the ensemble.
-        heads: its last layers.
-        layer: name of the last layer.
-        source: the data.
+        ensemble: The ensemble.
+        heads: Its last layers.
+        layer: Name of the last layer.
+        source: The data.
 
     Returns:
         Features ``(row, …)`` and targets ``(row, …)``, and sample weights ``(row,)`` if there are
         any.
 
     Raises:
-        ValueError: if anything follows the last layer.
+        ValueError: If anything follows the last layer.
     """
     trunk = ensemble.member(0).eval()
     captured: list[Tensor] = []

@@ -23,9 +23,9 @@ class History:
     accuracies.
 
     Attributes:
-        members: one row per epoch and member with ``epoch``, ``member``, ``loss``, ``accuracy``
+        members: One row per epoch and member with ``epoch``, ``member``, ``loss``, ``accuracy``
             and, with validation data, ``validation_loss`` and ``validation_accuracy``.
-        epochs: one row per epoch with ``epoch``, ``loss`` (mean over members) and the metrics of
+        epochs: One row per epoch with ``epoch``, ``loss`` (mean over members) and the metrics of
             the ensemble: ``ensemble_accuracy``, ``nll`` (of the mean probability) and
             ``correlation`` (of correctness between members) for classification; ``rmse`` for
             regression, with ``nll`` (of the mixture) where members predict variances. The same
@@ -33,8 +33,8 @@ class History:
             (rate of the shared parameters, gamma included), ``modulation_lr``,
             ``gradient_norm_shared`` and ``gradient_norm_individual`` (at the first step of the
             epoch) and ``seconds``.
-        best_epoch: the epoch with the best metric; None without validation data.
-        stopped: why the run ended: "epochs", "patience", "time", or the reason that a callback
+        best_epoch: The epoch with the best metric; None without validation data.
+        stopped: Why the run ended: "epochs", "patience", "time", or the reason that a callback
             passed to ``run.stop``.
 
     Example:
@@ -58,7 +58,7 @@ class History:
             The table, with the columns of the attribute of the same name.
 
         Raises:
-            ValueError: if there is no such table.
+            ValueError: If there is no such table.
 
         Example:
             >>> History([], [{"epoch": 1, "loss": 0.5}]).to_pandas().loc[0, "loss"].item()
@@ -126,9 +126,9 @@ def make_history(
     """Build the two tables from the records of a run.
 
     Args:
-        records: one dict per epoch; lists hold one value per member.
-        best_epoch: the epoch with the best metric, if any.
-        stopped: why the run ended.
+        records: One dict per epoch; lists hold one value per member.
+        best_epoch: The epoch with the best metric, if any.
+        stopped: Why the run ended.
 
     Returns:
         The history, whose member table has the columns ``member_…`` without this prefix.
@@ -158,7 +158,7 @@ def epoch_row(record: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a record that are not lists: a row of ``History.epochs``.
 
     Args:
-        record: columns of one epoch; lists hold one value per member.
+        record: Columns of one epoch; lists hold one value per member.
 
     Example:
         >>> epoch_row({"epoch": 1, "loss": 0.5, "member_loss": [0.4, 0.6]})

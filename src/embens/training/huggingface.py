@@ -22,14 +22,14 @@ class EnsembleTrainer(Trainer):
     shape ``(batch, member, class)``, because ``Trainer`` concatenates batches along the first axis.
 
     Args:
-        model: the ensemble.
+        model: The ensemble.
         args: ``transformers.TrainingArguments``.
-        options: further arguments of ``Trainer``. ``compute_loss_func`` is a criterion: a function
+        options: Further arguments of ``Trainer``. ``compute_loss_func`` is a criterion: a function
             of the outputs of one member and the labels (a tuple, if there are several
             ``label_names``).
 
     Raises:
-        TypeError: if the model is not an ensemble.
+        TypeError: If the model is not an ensemble.
     """
 
     loss_is_scaled_for_ga = False  # the loss is a mean over the rows of a batch

@@ -75,28 +75,28 @@ def fit(
     rounding.
 
     Args:
-        ensemble: an ensemble of any family.
-        train: tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``.
+        ensemble: An ensemble of any family.
+        train: Tensors ``(inputs, targets)``, a ``Dataset`` of such pairs, or a ``DataLoader``.
             Several inputs are ``((x, z), y)`` or ``({"x": x, "z": z}, y)``, with the argument
             names of the reference. Sample weights follow the targets, as in ``(x, y, w)``: the
             loss is then a weighted mean over the rows of a batch. Arrays of numpy become tensors.
-        validation: data of the same form, evaluated after each epoch.
-        epochs: number of epochs.
-        batch_size: rows per step, in all processes together; a loader has a fixed one.
-        lr: learning rate :math:`\eta_w = \eta_u`. For separate rates and weight decays pass an
+        validation: Data of the same form, evaluated after each epoch.
+        epochs: Number of epochs.
+        batch_size: Rows per step, in all processes together; a loader has a fixed one.
+        lr: Learning rate :math:`\eta_w = \eta_u`. For separate rates and weight decays pass an
             optimizer of ``ensemble.parameter_groups(lr=…, modulation_lr=…, weight_decay=…)``.
-        gamma: gradient scaling: a number, a function of M, or None for the natural value. See
+        gamma: Gradient scaling: a number, a function of M, or None for the natural value. See
             :meth:`~embens.EmbeddedEnsemble.parameter_groups`.
-        optimizer: a function from parameter groups to an optimizer, such as ``torch.optim.AdamW``;
+        optimizer: A function from parameter groups to an optimizer, such as ``torch.optim.AdamW``;
             or an optimizer, whose groups then determine the rates (leave out lr and gamma). None:
             SGD with momentum 0.9.
-        scheduler: a function from the optimizer to a torch scheduler, which makes one step per
+        scheduler: A function from the optimizer to a torch scheduler, which makes one step per
             epoch (``ReduceLROnPlateau``: by the metric). None: the paper's,
             :func:`embens.training.linear_decay`.
-        criterion: a function of the outputs of one member and the target; None: by the target, see
+        criterion: A function of the outputs of one member and the target; None: by the target, see
             :func:`embens.objective`.
-        seed: of the sample order and of all randomness in the network and the data set.
-        callbacks: objects of subclasses of :class:`embens.training.Callback`, or functions of
+        seed: Of the sample order and of all randomness in the network and the data set.
+        callbacks: Objects of subclasses of :class:`embens.training.Callback`, or functions of
             ``(ensemble, record)`` to be called after each epoch.
         progress: False: print nothing. Otherwise a terminal shows a bar, and other error streams
             get one line per epoch.
@@ -105,9 +105,9 @@ def fit(
         The history of losses and metrics.
 
     Raises:
-        Divergence: if a loss or a weight is not finite. The ensemble then has the weights of the
+        Divergence: If a loss or a weight is not finite. The ensemble then has the weights of the
             last good epoch.
-        ValueError: if data are not finite, labels are no classes, or options exclude one another.
+        ValueError: If data are not finite, labels are no classes, or options exclude one another.
 
     Example:
         >>> from embens import batch_ensemble

@@ -51,17 +51,17 @@ class Options:
     """Options that callbacks may change in :meth:`Callback.setup`.
 
     Attributes:
-        accumulate: batches per step of the optimizer.
-        autocast: dtype of the forward passes; None: that of the parameters.
-        batch: which rows members see: "same", "own" or "split" (:class:`Batches`).
-        cache_features: whether to train last layers on features that are computed once.
-        chunk: members per backward pass; None: all at once.
-        compile: whether to compile the forward pass.
-        keep_best: whether to end with the weights of the best epoch.
-        maximise: whether a larger metric is better; None: by the metric.
-        metric: selects the best epoch.
-        of: what the criterion is applied to: "members", "mean" or "moments" (:class:`Objective`).
-        schedule_every: when the scheduler makes a step: "epoch" or "step".
+        accumulate: Batches per step of the optimizer.
+        autocast: Dtype of the forward passes; None: that of the parameters.
+        batch: Which rows members see: "same", "own" or "split" (:class:`Batches`).
+        cache_features: Whether to train last layers on features that are computed once.
+        chunk: Members per backward pass; None: all at once.
+        compile: Whether to compile the forward pass.
+        keep_best: Whether to end with the weights of the best epoch.
+        maximise: Whether a larger metric is better; None: by the metric.
+        metric: Selects the best epoch.
+        of: What the criterion is applied to: "members", "mean" or "moments" (:class:`Objective`).
+        schedule_every: When the scheduler makes a step: "epoch" or "step".
 
     Example:
         >>> class AccumulateTwo(Callback):
@@ -103,11 +103,11 @@ class Options:
         """Set the metric that selects the best epoch, unless None.
 
         Args:
-            metric: as for :class:`KeepBest`.
-            maximise: as for :class:`KeepBest`.
+            metric: As for :class:`KeepBest`.
+            maximise: As for :class:`KeepBest`.
 
         Raises:
-            ValueError: if another callback has set a different metric.
+            ValueError: If another callback has set a different metric.
         """
         if metric is None:
             return
@@ -121,14 +121,14 @@ def is_larger_better(metric: Metric, maximise: bool | None) -> bool:
     """Return whether a larger value of a metric is better.
 
     Args:
-        metric: name or function.
-        maximise: the answer for functions outside ``embens.metrics``; None: by the metric.
+        metric: Name or function.
+        maximise: The answer for functions outside ``embens.metrics``; None: by the metric.
 
     Returns:
         True or False.
 
     Raises:
-        ValueError: if the metric is unknown, or a function without a known direction.
+        ValueError: If the metric is unknown, or a function without a known direction.
 
     Example:
         >>> is_larger_better("accuracy", None), is_larger_better("nll", None)
@@ -149,7 +149,7 @@ class Accumulate(Callback):
     """Make one step of the optimizer per ``batches`` batches, on the mean over their rows.
 
     Args:
-        batches: batches per step.
+        batches: Batches per step.
 
     Example:
         >>> callbacks = [Accumulate(4)]
@@ -228,10 +228,10 @@ class Objective(Callback):
     """Choose the training objective and its backward pass.
 
     Args:
-        of: what the criterion is applied to. "members": the outputs of each member; "mean": the
+        of: What the criterion is applied to. "members": the outputs of each member; "mean": the
             mean output; "moments": one normal distribution with the mean and variance of the
             members' mixture. See :func:`embens.objective`.
-        chunk: members per backward pass, to save memory; None: all at once.
+        chunk: Members per backward pass, to save memory; None: all at once.
 
     Example:
         >>> callbacks = [Objective(chunk=2)]
@@ -272,11 +272,11 @@ class KeepBest(Callback):
     Without this callback ``fit`` does the same with the default metric.
 
     Args:
-        metric: of the ensemble: "accuracy", "nll", "brier" or "ece" for classification, "rmse" or
+        metric: Of the ensemble: "accuracy", "nll", "brier" or "ece" for classification, "rmse" or
             "nll" (with predicted variances) for regression; "loss" (mean over members); or a
             function of ``(outputs, target)``. None: "accuracy" for classification, "loss"
             otherwise.
-        maximise: whether larger is better; needed for functions outside ``embens.metrics``.
+        maximise: Whether larger is better; needed for functions outside ``embens.metrics``.
 
     Example:
         >>> callbacks = [KeepBest("nll")]
@@ -315,9 +315,9 @@ class EarlyStopping(Callback):
     The ensemble ends with the weights of the best epoch; add :class:`KeepLast` to keep the last.
 
     Args:
-        patience: number of epochs.
-        metric: as for :class:`KeepBest`.
-        maximise: as for :class:`KeepBest`.
+        patience: Number of epochs.
+        metric: As for :class:`KeepBest`.
+        maximise: As for :class:`KeepBest`.
 
     Example:
         >>> callbacks = [EarlyStopping(10, metric="loss")]
@@ -354,15 +354,15 @@ def linear_decay(epochs: int, *, hold: float = 0.5, final: float = 0.01) -> Make
     """Return the paper's schedule: constant, then linearly decreasing.
 
     Args:
-        epochs: epochs of the whole run.
-        hold: fraction of the epochs with the full rate.
-        final: fraction of the rate after the last epoch.
+        epochs: Epochs of the whole run.
+        hold: Fraction of the epochs with the full rate.
+        final: Fraction of the rate after the last epoch.
 
     Returns:
         A function from an optimizer to a scheduler that makes one step per epoch.
 
     Raises:
-        ValueError: if ``hold`` or ``final`` is not between 0 and 1.
+        ValueError: If ``hold`` or ``final`` is not between 0 and 1.
 
     Example:
         >>> import torch

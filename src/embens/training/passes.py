@@ -50,9 +50,9 @@ class Passes:
     """Compute outputs, losses and gradients of batches.
 
     Args:
-        ensemble: the ensemble that is trained.
-        options: of the run.
-        criterion: the criterion; None: chosen on the first batch and then kept.
+        ensemble: The ensemble that is trained.
+        options: Of the run.
+        criterion: The criterion; None: chosen on the first batch and then kept.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble, options: Options, criterion: Criterion | None):
@@ -76,10 +76,10 @@ class Passes:
         """Add the gradients of a batch, multiplied by a weight.
 
         Args:
-            batch: the batch.
-            weight: its share of the rows of a step.
-            name: of the batch, for error messages.
-            inspect: whether to look for invalid values in the batch.
+            batch: The batch.
+            weight: Its share of the rows of a step.
+            name: Of the batch, for error messages.
+            inspect: Whether to look for invalid values in the batch.
 
         Returns:
             The weighted objective, and the losses and outputs.
@@ -169,9 +169,9 @@ class Passes:
         The generator of fresh masks is left as it was, so that validation does not change training.
 
         Args:
-            source: the data.
-            ensemble: the ensemble of the run, or an average of its weights.
-            batch: how to call the ensemble.
+            source: The data.
+            ensemble: The ensemble of the run, or an average of its weights.
+            batch: How to call the ensemble.
         """
         mask_state = ensemble.generator_state
         if mask_state is not None:
@@ -312,9 +312,9 @@ def refuse_gaps(name: str, gaps: str, loss: Tensor) -> None:
     Networks and criteria may handle missing values, which are then no error.
 
     Args:
-        name: of the data, for the error message.
-        gaps: description of the non-finite values; "" if there are none.
-        loss: the sum of the members' losses.
+        name: Of the data, for the error message.
+        gaps: Description of the non-finite values; "" if there are none.
+        loss: The sum of the members' losses.
     """
     if gaps and not loss.isfinite():
         raise ValueError(

@@ -78,11 +78,11 @@ def average_(
     """Average gradients over processes in place, weighted by rows.
 
     Args:
-        world: the processes.
-        loss: the objective on this process's rows.
-        parameters: whose ``.grad`` are averaged.
-        rows: rows of the batch in this process.
-        total: rows of the batch in all processes; None: counted here.
+        world: The processes.
+        loss: The objective on this process's rows.
+        parameters: Whose ``.grad`` are averaged.
+        rows: Rows of the batch in this process.
+        total: Rows of the batch in all processes; None: counted here.
 
     Returns:
         The averaged loss.

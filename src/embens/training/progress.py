@@ -28,8 +28,8 @@ class Progress:
     Args:
         show: False: nothing; None: a bar in a terminal (with ``rich``), and lines elsewhere; True:
             the same.
-        epochs: number of epochs.
-        steps: steps per epoch; 0 if unknown.
+        epochs: Number of epochs.
+        steps: Steps per epoch; 0 if unknown.
     """
 
     def __init__(self, show: bool | None, epochs: int, steps: int):

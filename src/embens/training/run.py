@@ -27,7 +27,7 @@ class Divergence(ArithmeticError):
     """A loss or a weight is not finite; the ensemble has the weights of the last good epoch.
 
     Attributes:
-        history: of the epochs before.
+        history: Of the epochs before.
 
     Example:
         >>> from torch import nn
@@ -50,34 +50,34 @@ class Run:
     """The state of a training run; callbacks receive it.
 
     Attributes:
-        ensemble: the ensemble that is trained.
-        evaluated: the ensemble that is validated and returned: ``ensemble``, or its average.
-        train: the training batches.
-        validation: the validation batches, or None.
-        optimizer: the optimizer.
-        scheduler: the learning-rate scheduler.
-        options: set by callbacks.
-        callbacks: of this process, in the order in which they are called.
-        arguments: of ``fit``, as far as they determine the result.
-        gamma: the gamma passed to ``fit``.
-        seed: the seed passed to ``fit``.
-        world: rank and number of processes.
-        device: of the ensemble.
-        passes: forward and backward passes.
-        shared: shared parameters.
-        individual: individual parameters.
-        parameters: shared and individual parameters.
-        epochs: number of epochs of the whole run.
-        steps_per_epoch: steps of the optimizer per epoch; 0 if a loader has no length.
-        epoch: number of completed epochs.
-        step: number of completed steps in the current epoch.
-        steps: number of completed steps in the whole run.
-        records: losses and metrics of the completed epochs.
-        tally: losses and metrics of the current epoch.
-        best_epoch: the epoch with the best metric so far, counted from 1.
-        stopped: why the run ends; None while it continues.
-        interrupted: whether the last epoch was cut short.
-        cleanup: contexts that are closed at the end of the run, also after an error.
+        ensemble: The ensemble that is trained.
+        evaluated: The ensemble that is validated and returned: ``ensemble``, or its average.
+        train: The training batches.
+        validation: The validation batches, or None.
+        optimizer: The optimizer.
+        scheduler: The learning-rate scheduler.
+        options: Set by callbacks.
+        callbacks: Of this process, in the order in which they are called.
+        arguments: Of ``fit``, as far as they determine the result.
+        gamma: The gamma passed to ``fit``.
+        seed: The seed passed to ``fit``.
+        world: Rank and number of processes.
+        device: Of the ensemble.
+        passes: Forward and backward passes.
+        shared: Shared parameters.
+        individual: Individual parameters.
+        parameters: Shared and individual parameters.
+        epochs: Number of epochs of the whole run.
+        steps_per_epoch: Steps of the optimizer per epoch; 0 if a loader has no length.
+        epoch: Number of completed epochs.
+        step: Number of completed steps in the current epoch.
+        steps: Number of completed steps in the whole run.
+        records: Losses and metrics of the completed epochs.
+        tally: Losses and metrics of the current epoch.
+        best_epoch: The epoch with the best metric so far, counted from 1.
+        stopped: Why the run ends; None while it continues.
+        interrupted: Whether the last epoch was cut short.
+        cleanup: Contexts that are closed at the end of the run, also after an error.
 
     Example:
         >>> class StopAtLoss(Callback):
@@ -176,7 +176,7 @@ class Run:
         """End the run after this step or epoch; the first reason counts.
 
         Args:
-            reason: becomes ``history.stopped``.
+            reason: Becomes ``history.stopped``.
         """
         if self.stopped is None:
             self.stopped = reason
@@ -185,7 +185,7 @@ class Run:
         """Return the value of the first process, so that all processes decide the same.
 
         Args:
-            value: the value of this process.
+            value: The value of this process.
 
         Returns:
             The value of the first process.
@@ -200,8 +200,8 @@ class Run:
         """Call a method of all callbacks that override it.
 
         Args:
-            moment: name of the method, such as "on_step".
-            *arguments: arguments after the run.
+            moment: Name of the method, such as "on_step".
+            *arguments: Arguments after the run.
         """
         for callback in self._listeners[moment]:
             method = getattr(callback, moment)
@@ -222,7 +222,7 @@ class Run:
         """Remember the current epoch if its metric is the best so far; ignore NaN.
 
         Args:
-            metric: of the epoch that has just ended.
+            metric: Of the epoch that has just ended.
         """
         if math.isnan(metric):
             return
@@ -261,8 +261,8 @@ class Run:
         """Restore the last good weights and return the error to raise.
 
         Args:
-            problem: the problem, a sentence without its final period.
-            step: the step of the current epoch at which it occurred, counted from 1.
+            problem: The problem, a sentence without its final period.
+            step: The step of the current epoch at which it occurred, counted from 1.
 
         Returns:
             The error.
@@ -286,7 +286,7 @@ class Run:
         """Return the state between two steps; to be called in all processes.
 
         Args:
-            with_callbacks: whether to include the states of callbacks, which may not have one
+            with_callbacks: Whether to include the states of callbacks, which may not have one
                 before the first step.
 
         Returns:
@@ -330,7 +330,7 @@ class Run:
         """Restore the state that :meth:`state_dict` returned.
 
         Args:
-            state: the state.
+            state: The state.
         """
         self.ensemble.load_state_dict(state["ensemble"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -363,7 +363,7 @@ class Run:
         """Continue a run that had another number of epochs.
 
         Args:
-            epochs: of the run that was saved.
+            epochs: Of the run that was saved.
         """
         if epochs == self.epochs:
             return

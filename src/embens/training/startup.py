@@ -25,11 +25,11 @@ def check_trainable(ensemble: Any) -> None:
     """Raise unless the first argument of ``fit`` is an ensemble with parameters to train.
 
     Args:
-        ensemble: the argument.
+        ensemble: The argument.
 
     Raises:
-        TypeError: if it is not an ensemble.
-        ValueError: if all of its parameters are frozen.
+        TypeError: If it is not an ensemble.
+        ValueError: If all of its parameters are frozen.
     """
     check_ensemble("fit", ensemble)
     if not any(parameter.requires_grad for parameter in ensemble.parameters()):
@@ -40,8 +40,8 @@ def check_functions(criterion: Any, scheduler: Any) -> None:
     """Raise TypeError unless the criterion and the scheduler are functions, or None.
 
     Args:
-        criterion: of one member's outputs and the target.
-        scheduler: of the optimizer.
+        criterion: Of one member's outputs and the target.
+        scheduler: Of the optimizer.
     """
     is_class = isinstance(criterion, type)
     if criterion is not None and (is_class or not callable(criterion)):
@@ -70,13 +70,13 @@ def collect_options(callbacks: list[Callback]) -> Options:
     """Return the options that callbacks set.
 
     Args:
-        callbacks: of the run, in the order of the user.
+        callbacks: Of the run, in the order of the user.
 
     Returns:
         The options.
 
     Raises:
-        ValueError: if two options exclude one another.
+        ValueError: If two options exclude one another.
     """
     options = Options()
     for callback in callbacks:
@@ -97,13 +97,13 @@ def read_data(
     """Return the batches of training and validation data.
 
     Args:
-        ensemble: the ensemble, whose signature and dtype the data have to fit.
-        train: training data, as for :func:`embens.fit`.
-        validation: validation data, or None.
-        batch_size: rows per batch, in all processes together.
-        seed: of the sample order.
-        options: of the run.
-        world: the processes that share each batch.
+        ensemble: The ensemble, whose signature and dtype the data have to fit.
+        train: Training data, as for :func:`embens.fit`.
+        validation: Validation data, or None.
+        batch_size: Rows per batch, in all processes together.
+        seed: Of the sample order.
+        options: Of the run.
+        world: The processes that share each batch.
 
     Returns:
         The batches of the training data, and those of the validation data or None.
@@ -133,10 +133,10 @@ def cache_features(
     """Return the last layers of an ensemble, and the data with features in place of inputs.
 
     Args:
-        ensemble: an ensemble whose members share all but their last layers.
-        train: training data, as for :func:`embens.fit`.
-        validation: validation data, or None.
-        batch_size: rows per batch of the pass that computes the features.
+        ensemble: An ensemble whose members share all but their last layers.
+        train: Training data, as for :func:`embens.fit`.
+        validation: Validation data, or None.
+        batch_size: Rows per batch of the pass that computes the features.
 
     Returns:
         The last layers as an ensemble; the training data; the validation data or None.
@@ -157,16 +157,16 @@ def make_optimizer(
     """Return the user's optimizer, or make one of the ensemble's parameter groups.
 
     Args:
-        ensemble: the ensemble that is trained.
-        optimizer: an optimizer, a function from groups to one, or None for SGD with momentum.
-        lr: learning rate; the default if the optimizer has its rates already.
-        gamma: gradient scale; None if the optimizer has its rates already.
+        ensemble: The ensemble that is trained.
+        optimizer: An optimizer, a function from groups to one, or None for SGD with momentum.
+        lr: Learning rate; the default if the optimizer has its rates already.
+        gamma: Gradient scale; None if the optimizer has its rates already.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if the user's optimizer is for another network, or if rates are passed twice.
+        ValueError: If the user's optimizer is for another network, or if rates are passed twice.
     """
     if isinstance(optimizer, Optimizer):
         if lr != DEFAULT_LR or gamma is not None:
@@ -209,10 +209,10 @@ def make_scheduler(
     """Return the scheduler of a run; the default is the paper's.
 
     Args:
-        optimizer: the optimizer.
-        scheduler: a function from the optimizer to a scheduler; None: the default.
-        epochs: number of epochs.
-        options: of the run.
+        optimizer: The optimizer.
+        scheduler: A function from the optimizer to a scheduler; None: the default.
+        epochs: Number of epochs.
+        options: Of the run.
 
     Returns:
         The scheduler.
@@ -237,8 +237,8 @@ def order_callbacks(callbacks: list[Callback], rank: int) -> list[Callback]:
     """Return the callbacks of this process; checkpoints last, to save what the others have done.
 
     Args:
-        callbacks: of the run.
-        rank: of this process; callbacks that only watch exist in the first one.
+        callbacks: Of the run.
+        rank: Of this process; callbacks that only watch exist in the first one.
 
     Returns:
         The callbacks, otherwise in the same order.

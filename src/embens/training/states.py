@@ -25,10 +25,10 @@ def check_state(run: Run, template: dict[str, Any], state: Any, place: str) -> N
     """Raise unless a state can be restored in a run.
 
     Args:
-        run: the run at its start.
-        template: its ``state_dict``.
-        state: the state of the file.
-        place: name of the file and of the field, for error messages.
+        run: The run at its start.
+        template: Its ``state_dict``.
+        state: The state of the file.
+        place: Name of the file and of the field, for error messages.
 
     Raises:
         embens.files.Refused: if a field is missing, unknown, of another type or shape, or out of
@@ -52,9 +52,9 @@ def check_like(value: Any, template: Any, place: str) -> None:
     """Raise unless a value has the types, names, lengths and shapes of a template.
 
     Args:
-        value: read from a file.
-        template: what it is compared with. Its values may differ.
-        place: name of the file and of the field, for error messages.
+        value: Read from a file.
+        template: What it is compared with. Its values may differ.
+        place: Name of the file and of the field, for error messages.
 
     Example:
         >>> check_like({"lr": "fast"}, {"lr": 0.1}, "x.safetensors: state")

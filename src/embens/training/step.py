@@ -26,8 +26,8 @@ def take_step(run: Run, minibatches: list[Minibatch]) -> None:
     """Make one step on the mean over the rows of the batches.
 
     Args:
-        run: the run; its weights, counters and tally change.
-        minibatches: one batch, or several whose gradients are accumulated.
+        run: The run; its weights, counters and tally change.
+        minibatches: One batch, or several whose gradients are accumulated.
     """
     for parameter in run.parameters:
         parameter.grad = None
@@ -109,7 +109,7 @@ def gradient_norm(parameters: Sequence[Tensor]) -> float:
     """Return the norm of all gradients together; NaN if there are none.
 
     Args:
-        parameters: parameters with or without a gradient.
+        parameters: Parameters with or without a gradient.
 
     Example:
         >>> weight = torch.zeros(2, requires_grad=True)

@@ -22,11 +22,11 @@ class BatchResult(NamedTuple):
     """Losses and outputs of one batch, detached.
 
     Attributes:
-        losses: mean losses of the members, ``(member,)``. None: the cross-entropies of
+        losses: Mean losses of the members, ``(member,)``. None: the cross-entropies of
             ``log_probabilities``, for a batch with at least one label.
-        outputs: outputs of the ensemble, ``(member, batch, …)``; ``(batch, …)`` if it was split.
-        target: the target on the device of the ensemble.
-        rows: number of rows (per member, if members have separate batches).
+        outputs: Outputs of the ensemble, ``(member, batch, …)``; ``(batch, …)`` if it was split.
+        target: The target on the device of the ensemble.
+        rows: Number of rows (per member, if members have separate batches).
         task: "classification" (outputs are logits, targets class indices), "regression" (outputs
             are values) or "gaussian" (means and log-variances); None: no metric applies.
         log_probabilities: ``(member, class, batch)``, if the loss has computed them.
@@ -47,12 +47,12 @@ class Tally:
     would slow down small networks noticeably.
 
     Args:
-        members: number of members.
-        batch: how the ensemble was called: "same", "own" or "split".
-        device: of the sums.
+        members: Number of members.
+        batch: How the ensemble was called: "same", "own" or "split".
+        device: Of the sums.
 
     Attributes:
-        sums: by name. Per member, ``(member,)``: ``loss``, the sum of losses over ``rows`` rows;
+        sums: By name. Per member, ``(member,)``: ``loss``, the sum of losses over ``rows`` rows;
             ``correct``, the number of correct answers among ``labelled`` rows (labels to ignore
             are excluded). If all members see the same rows: ``both_correct``,
             ``(member, member)``, the rows on which two members are correct; ``ensemble_correct``,
@@ -98,7 +98,7 @@ class Tally:
         """Add a batch.
 
         Args:
-            result: losses and outputs of the batch.
+            result: Losses and outputs of the batch.
         """
         self.tasks.add(result.task)
         if result.losses is not None:
@@ -198,9 +198,9 @@ class Tally:
         a buffer is counted.
 
         Args:
-            log_likelihoods: log-likelihoods ``(member, row)``.
-            labelled: boolean mask of the rows with a label ``(row,)``.
-            all_labelled: whether all rows have one.
+            log_likelihoods: Log-likelihoods ``(member, row)``.
+            labelled: Boolean mask of the rows with a label ``(row,)``.
+            all_labelled: Whether all rows have one.
         """
         if all_labelled and not self._losses:
             self.sums["loss"] -= log_likelihoods.double().sum(1)
@@ -234,7 +234,7 @@ class Tally:
         """Return the columns of a record; values per member are lists.
 
         Args:
-            prefix: put before the name of every column.
+            prefix: Put before the name of every column.
 
         Returns:
             Losses, and the metrics of the task; NaN where nothing was counted.
@@ -291,9 +291,9 @@ def _correlation(accuracies: list[float], both_correct: list[list[float]], rows:
     are left out. NaN without a pair.
 
     Args:
-        accuracies: of each member.
-        both_correct: number of rows on which both members of a pair are correct.
-        rows: number of rows.
+        accuracies: Of each member.
+        both_correct: Number of rows on which both members of a pair are correct.
+        rows: Number of rows.
     """
     varying = [a for a, accuracy in enumerate(accuracies) if 0 < accuracy < 1]
     if len(varying) < 2:

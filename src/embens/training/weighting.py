@@ -21,8 +21,8 @@ class WeightedTarget(NamedTuple):
     """A target and the weights of its rows, which a weighted criterion takes apart.
 
     Attributes:
-        target: the target of the criterion.
-        weight: sample weights ``(row,)``.
+        target: The target of the criterion.
+        weight: Sample weights ``(row,)``.
     """
 
     target: Any
@@ -33,13 +33,13 @@ def weighted(criterion: Criterion) -> Criterion:
     """Return a criterion of one member's outputs and a :class:`WeightedTarget`.
 
     Args:
-        criterion: a loss of torch, or a function that returns one loss per row.
+        criterion: A loss of torch, or a function that returns one loss per row.
 
     Returns:
         The weighted criterion.
 
     Raises:
-        ValueError: if the criterion has class weights, or returns one loss for all rows.
+        ValueError: If the criterion has class weights, or returns one loss for all rows.
 
     Example:
         >>> outputs, target = torch.tensor([[1.0], [5.0]]), torch.zeros(2)
