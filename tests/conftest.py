@@ -47,8 +47,8 @@ def folded_forms_are_right(request: pytest.FixtureRequest, monkeypatch: pytest.M
         return
     find_difference = crosscheck.find_difference
 
-    def find_no_difference(*args: Any) -> str:
-        difference = find_difference(*args)
+    def find_no_difference(*args: Any, **kwargs: Any) -> str:
+        difference = find_difference(*args, **kwargs)
         if difference.startswith("its folded form"):
             raise AssertionError(difference)
         return difference

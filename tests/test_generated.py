@@ -76,7 +76,7 @@ def test_a_wrong_ensemble_is_reported_with_its_source(monkeypatch):
     monkeypatch.setattr(members, "scale_members", wrong)  # within modulated layers
     monkeypatch.setattr(folding, "scale_members", wrong)
     # Otherwise the ensemble notices on its first call that its folded form is wrong.
-    monkeypatch.setattr(crosscheck, "find_difference", lambda *args: "")
+    monkeypatch.setattr(crosscheck, "find_difference", lambda *args, **kwargs: "")
     with pytest.raises(Mistake, match=r"network 0, family 'post'(.|\n)*class Network"):
         check_network(with_pattern(PLAIN[0]), "post")
 
