@@ -250,3 +250,16 @@ def test_rows_of_two_members_are_compared(batch):
     outputs = ensemble(inputs, batch=batch)
     for a in range(3):
         torch.testing.assert_close(outputs[a], ensemble.member(a)(x))
+
+
+def test_statistics_of_shared_norm_layers_stay_the_same():
+    class Normalised(Network):
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    ensemble = embens.last_layer_dropout(Normalised(), members=3, law=laws.Bernoulli(0.9))
+    before = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
+    ensemble.folded_for((torch.randn(5, 6),), {}, per_member=False)
+    assert ensemble.executor == "folded"
+    for name, tensor in ensemble.state_dict().items():
+        assert torch.equal(tensor, before[name]), name

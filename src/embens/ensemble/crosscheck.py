@@ -142,7 +142,11 @@ def find_difference(
         raise _Undecided
     generator_state = ensemble.generator_state
     # Modes of torch may count operations, or record them in a graph.
-    with _disable_current_modes(), _unchanged_generators(tensors) as generators:
+    with (
+        _disable_current_modes(),
+        _unchanged_buffers(ensemble.reference),
+        _unchanged_generators(tensors) as generators,
+    ):
         if generator_state is not None:
             ensemble.generator_state = generator_state.clone()
         a = min(ensemble.members, 2) - 1
@@ -177,6 +181,22 @@ def find_difference(
 def _is_comparable(tensor: Tensor) -> bool:
     """Return whether a tensor has values in this process; sharded tensors have only a part."""
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
+
+
+@contextmanager
+def _unchanged_buffers(reference: nn.Module) -> Iterator[None]:
+    """Restore buffers on exit; shared norm layers of a folded graph update their statistics."""
+    buffers = []
+    for buffer in reference.buffers():
+        if _is_comparable(buffer) and buffer.layout is torch.strided:
+            buffers.append((buffer, buffer.clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
 @contextmanager
