@@ -179,7 +179,7 @@ def measure_regimes() -> list[RegimeResult]:
             network = embens.networks.mlp(
                 train[0].shape[1], 64, 3, 10, weight_std=2**0.5, parametrization="standard"
             )
-            ensemble = embens.batch_ensemble(network, MEMBERS, result.mean, law=embens.laws.Signs)
+            ensemble = embens.batch_ensemble(network, MEMBERS, result.mean)
             embens.fit(ensemble, train, epochs=EPOCHS, lr=0.05, seed=seed, progress=False)
             outputs = embens.predict(ensemble, x_test).members
             losses = [embens.metrics.nll(outputs[a : a + 1], y_test) for a in range(MEMBERS)]

@@ -261,7 +261,7 @@ def test_networks_that_predict_variances_are_compared_by_their_distributions():
 
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-    ensemble = embens.batch_ensemble(network, 3)
+    ensemble = embens.batch_ensemble(network, 3, law=embens.laws.Shifted)
     test = data(40, 2)
     result = compare(
         {"one": network, "batch": ensemble},

@@ -636,7 +636,7 @@ class TestNormLayers:
     @pytest.mark.parametrize("momentum", [0.1, None])
     def test_every_member_has_the_statistics_of_a_network_trained_alone(self, chunk, momentum):
         reference = norm_network(momentum=momentum)
-        ensemble = embens.batch_ensemble(reference, 3)
+        ensemble = embens.batch_ensemble(reference, 3, law=laws.Shifted)
         alone = [member_by_hand(reference, ensemble, a) for a in range(3)]
         for x in batches():
             outputs = ensemble(x, chunk=chunk)

@@ -32,9 +32,9 @@ every_case = pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
 # BatchEnsemble and dropout
 
 
-def test_a_batch_ensemble_has_trainable_shifted_modulations_at_hidden_sites():
+def test_a_batch_ensemble_has_trainable_signs_at_hidden_sites():
     ensemble = embens.batch_ensemble(mlp(), 4, p=0.6)
-    assert {site.law for site in ensemble.spec.sites} == {laws.Shifted(0.6)}
+    assert {site.law for site in ensemble.spec.sites} == {laws.Signs(0.6)}
     assert all(site.trainable and site.hidden for site in ensemble.spec.sites)
     assert len(ensemble.spec.sites) == 4
     assert ensemble.spec.family == "batch_ensemble"
@@ -45,8 +45,8 @@ def test_a_batch_ensemble_has_trainable_shifted_modulations_at_hidden_sites():
 
 
 def test_a_batch_ensemble_takes_another_class_of_laws():
-    ensemble = embens.batch_ensemble(mlp(), 4, p=0.6, law=laws.Signs)
-    assert {site.law for site in ensemble.spec.sites} == {laws.Signs(0.6)}
+    ensemble = embens.batch_ensemble(mlp(), 4, p=0.6, law=laws.Shifted)
+    assert {site.law for site in ensemble.spec.sites} == {laws.Shifted(0.6)}
     with pytest.raises(TypeError, match=r"a class of laws such as laws\.Signs, got Normal"):
         embens.batch_ensemble(mlp(), 4, law=laws.Normal())
     with pytest.raises(TypeError, match=r"a class of laws such as laws\.Signs, got 'signs'"):
@@ -108,7 +108,7 @@ def test_the_defaults_of_dropout_are_bernoulli_masks():
 
 
 def test_listed_arguments_can_be_passed_by_position():
-    assert embens.batch_ensemble(mlp(), 2, 0.5).spec.sites[0].law == laws.Shifted(0.5)
+    assert embens.batch_ensemble(mlp(), 2, 0.5).spec.sites[0].law == laws.Signs(0.5)
     assert embens.mc_dropout(mlp(), 2, laws.Ternary(), False).spec.sites[0].law == laws.Ternary()
     assert embens.last_layer_dropout(mlp(), 2, laws.Ternary()).spec.sites[0].law == laws.Ternary()
     assert embens.masksembles(mlp(), 2, 0.25).spec.sites[0].law == laws.Masks(0.25)

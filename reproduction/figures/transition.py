@@ -28,6 +28,8 @@ from reproduction.training import scaled_gamma, train
 
 NEAR = 0.1
 """Distance in p that counts as near the transition."""
+FEWEST_SHIFTS = 5
+"""Values of p without which the place of a transition would be that of a gap in the sweep."""
 MEMBER_TRAIN = "member_train_accuracy"
 NORMAL = "normal"
 LAW_NAMES = {NORMAL: "N(p, 1−p²)", SIGNS: "signs"}
@@ -80,10 +82,18 @@ def several_scaled(rows: Rows) -> Rows:
     return scaled(rows).between("members", low=4)
 
 
+def several_shifts(rows: Rows) -> Rows:
+    """Return ensembles of at least four members, if the sweep resolves a transition in p."""
+    several = several_scaled(rows)
+    if several["p"].nunique() < FEWEST_SHIFTS:
+        raise MissingCellsError(f"at least {FEWEST_SHIFTS} values of p")
+    return several
+
+
 @functools.lru_cache(maxsize=256)
 def transition_point(rows: Rows) -> float:
     """Return the p at which the correlation is halfway from its value at p=0 to 1 (M ≥ 4)."""
-    return several_scaled(rows).halfway("p", "correlation")
+    return several_shifts(rows).halfway("p", "correlation")
 
 
 def below(rows: Rows) -> Rows:
@@ -117,7 +127,7 @@ def growth_up_to(rows: Rows, distance: float) -> float:
     """Return the fraction of the growth of correlation up to a distance from the transition."""
     import numpy
 
-    shifts, fractions = several_scaled(rows).growth("p", "correlation")
+    shifts, fractions = several_shifts(rows).growth("p", "correlation")
     return float(numpy.interp(transition_point(rows) + distance, shifts, fractions))
 
 

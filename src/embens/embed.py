@@ -18,7 +18,7 @@ from embens.graph.reading import Flow, copy_reference, has_user_code, read_flow
 from embens.graph.snapshots import HOOKS
 from embens.graph.tracing import shows_all_layers
 from embens.graph.watching import watch_flow
-from embens.laws import Law, Normal, Shifted
+from embens.laws import Law, Normal, Signs
 from embens.omissions import (
     warn_about_guesses,
     warn_about_shared_weights,
@@ -127,7 +127,7 @@ def batch_ensemble(
     members: int = 8,
     p: float = 0.0,
     *,
-    law: Callable[[float], Law] = Shifted,
+    law: Callable[[float], Law] = Signs,
     sites: Sites = "hidden",
     own: str | Iterable[str] = (),
     example_input: Any = None,
@@ -140,8 +140,8 @@ def batch_ensemble(
         members: Number of members.
         p: Mean of the modulations; their second moment is 1. At initialisation members are
             independent for 0 and equal for 1.
-        law: A class of laws with one parameter: ``laws.Shifted``, the paper's N(p, 1 − p²), or
-            ``laws.Signs``.
+        law: A class of laws with one parameter: ``laws.Signs``, or ``laws.Shifted``, the paper's
+            N(p, 1 − p²).
         sites: See :func:`embens.embed`.
         own: See :func:`embens.embed`.
         example_input: See :func:`embens.embed`.

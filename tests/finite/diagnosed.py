@@ -36,4 +36,5 @@ def cnn(**kwargs) -> nn.Sequential:
 
 
 def batch_ensemble(p: float = 0.0, members: int = 8, **kwargs) -> embens.EmbeddedEnsemble:
-    return embens.batch_ensemble(mlp(**kwargs), members, p=p, generator=seeded(1))
+    law = embens.laws.Shifted
+    return embens.batch_ensemble(mlp(**kwargs), members, p=p, law=law, generator=seeded(1))

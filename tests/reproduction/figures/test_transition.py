@@ -10,7 +10,7 @@ import pytest
 from reproduction.claims import judge
 from reproduction.figures import transition
 from reproduction.figures.transition import transition_point
-from reproduction.rows import Rows
+from reproduction.rows import MissingCellsError, Rows
 from tests.reproduction.battery import Battery, bump
 
 
@@ -62,11 +62,16 @@ def table(correlations, members=(4, 8)):
 
 def test_the_transition_is_half_way_to_one_whatever_the_largest_p_is():
     # The range of p is the same in every preset: at p=1 members are one model.
-    correlations = {0.0: 0.2, 0.7: 0.2, 0.8: 0.4, 0.9: 0.8}
+    correlations = {0.0: 0.2, 0.5: 0.2, 0.7: 0.2, 0.8: 0.4, 0.9: 0.8}
     expected = pytest.approx(0.85)
     assert transition_point(Rows(table(correlations))) == expected
     assert transition_point(Rows(table({**correlations, 1.0: 1.0}))) == expected
     assert transition_point(Rows(table({**correlations, 0.95: 0.9}))) == expected
+
+
+def test_a_transition_needs_several_values_of_p():
+    with pytest.raises(MissingCellsError, match="at least 5 values of p"):
+        transition_point(Rows(table({0.0: 0.2, 0.9: 0.8})))
 
 
 def test_above_is_above_the_measured_transition():
