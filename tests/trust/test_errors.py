@@ -363,7 +363,7 @@ OUTPUTS = {
 def test_outputs_that_cannot_be_stacked_are_refused(case, batch):
     function, message = OUTPUTS[case]
     torch.manual_seed(1)
-    ensemble = embens.batch_ensemble(Returning(function), 8)
+    ensemble = embens.batch_ensemble(Returning(function), 8, law=embens.laws.Shifted)
     with pytest.raises((TypeError, ValueError), match=message):
         ensemble(torch.randn(9, 6), batch=batch)
 

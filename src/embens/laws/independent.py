@@ -408,6 +408,10 @@ class Signs(Discrete):
     def second_moment(self) -> float:
         return 1.0
 
+    @property
+    def overlap(self) -> float:
+        return self.p**2
+
 
 def check_field(
     law: Law,
