@@ -409,7 +409,7 @@ def test_every_member_draws_its_regions_of_fractional_pooling():
     reference = nn.Sequential(*layers, nn.Tanh(), nn.Linear(4, 2))
     ensemble = embens.embed(reference, 8, pre=None, post=laws.Constant()).eval()
     torch.manual_seed(0)
-    outputs = ensemble(torch.randn(2, 1, 8, 8))
+    outputs = ensemble(torch.randn(2, 1, 9, 9))
     assert len({tuple(output.flatten().tolist()) for output in outputs}) > 1
 
 
