@@ -56,7 +56,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--first-seed", type=int, default=0, help="first seed")
     add("--members", type=int, nargs="+", help="only these numbers of members")
     add("--widths", type=float, nargs="+", help="only these relative widths")
-    add("--only", nargs="+", default=[], metavar="AXIS=VALUE[,VALUE]", help="only these cells")
+    add(
+        "--only",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="AXIS=VALUE[,VALUE]",
+        help="only these cells",
+    )
     add("--epochs", type=int, help="another number of epochs (results are kept apart)")
     add("--retry-failed", action="store_true", help="measure failed cells again")
     add("--dry-run", action="store_true", help="estimate the duration without running")
@@ -224,14 +231,14 @@ def _select_cells(options: Namespace, name: str, setting: Setting) -> list[Cell]
         count = len({cell.seed for cell in cells_of(name, setting)})
     seeds = range(options.first_seed, options.first_seed + count)
     cells = cells_of(name, setting, seeds)
-    wanted: dict[str, Any] = {}
+    wanted: dict[str, list[Any]] = {}
     if options.members:
-        wanted["members"] = options.members
+        wanted["members"] = list(options.members)
     if options.widths:
-        wanted["width"] = options.widths
+        wanted["width"] = list(options.widths)
     for item in options.only:
         axis, _, values = item.partition("=")
-        wanted[axis] = values.split(",")
+        wanted.setdefault(axis, []).extend(values.split(","))
     if options.all:
         # Each experiment uses the axes that it sweeps.
         wanted = {axis: values for axis, values in wanted.items() if axis in cells[0].values}

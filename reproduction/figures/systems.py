@@ -122,7 +122,7 @@ def measure(cell: Cell) -> Row:
     problem = load_problem(cell.setting)
     data = problem.data
     generator = torch.Generator().manual_seed(cell.seed)
-    held_out = data.split(len(data.train.targets) // 5, generator=generator)
+    held_out = with_validation(data, generator)
     trials = {factor: try_rate(cell, name, held_out, factor) for factor in RATES}
     losses = {factor: held_out_loss(cell, held_out, trials[factor]) for factor in RATES}
     factor = min(RATES, key=losses.__getitem__)
@@ -140,6 +140,13 @@ def measure(cell: Cell) -> Row:
         "rate": factor * cell.setting.lr,
         "diverged": float(trained.contestant is None),
     }
+
+
+def with_validation(data: DataSet, generator: torch.Generator) -> DataSet:
+    """Return data with a validation part: the preset's, or a fifth of the training samples."""
+    if data.validation is not None:
+        return data
+    return data.split(len(data.train.targets) // 5, generator=generator)
 
 
 def build_initial(cell: Cell, name: str) -> nn.Module:
