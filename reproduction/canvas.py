@@ -18,6 +18,8 @@ from reproduction.storage import write_atomically
 # Curves with more points get marks and error bars at some of them only.
 _DENSE = 20
 _MARKERS = "os^Dv<>pPX*h"
+_MARK_STYLES = (":", "-.", (0, (6, 3)), (0, (3, 1, 1, 1, 1, 1)))
+"""Line styles of references: dots, dots and dashes, long dashes, two dots and a dash."""
 # Sizes in inches and points: a picture of three panels is legible at the width of a README.
 _PANEL_SIZE = (3.5, 3.0)
 _MOST_COLUMNS = 3
@@ -48,6 +50,7 @@ def make_canvas(figure: Figure) -> Any:
     columns = _count_columns(figure)
     rows = max(1, -(-len(figure.panels) // columns))
     markers = _choose_markers(figure)
+    mark_styles = _choose_mark_styles(figure)
     handles: dict[str, Any] = {}
     legend_rows = _count_legend_rows(figure, columns)
     size = (_PANEL_SIZE[0] * columns, _PANEL_SIZE[1] * rows + 0.22 * legend_rows + 0.4)
@@ -55,7 +58,7 @@ def make_canvas(figure: Figure) -> Any:
     canvas.suptitle(_wrap(figure.title, _PICTURE_LETTERS * columns), fontsize=_FONT_SIZE + 2)
     for index, panel in enumerate(figure.panels):
         axes = canvas.add_subplot(rows, columns, index + 1)
-        for label, handle in _draw_panel(axes, panel, markers).items():
+        for label, handle in _draw_panel(axes, panel, markers, mark_styles).items():
             handles.setdefault(label, handle)
     if handles:
         canvas.legend(
@@ -81,8 +84,10 @@ def _count_columns(figure: Figure) -> int:
 def _wrap(text: str, letters: int) -> str:
     """Return a text in lines of limited length, with minus signs and raised exponents."""
     text = re.sub(r"(?<!\w)-(?=\d)", "−", text)
-    # No line ends between a number and its unit.
-    text = re.sub(r" (?=[×%])|(?<=∝) ", "\u00a0", text)
+    # A negative number that is rounded to zero has no sign.
+    text = re.sub(r"−(?=0\.?0*(?![\d.]))", "", text)
+    # No line ends between a number and its unit or its relation.
+    text = re.sub(r" (?=[×%≥]|at ×|\(×)|(?<=[∝≥]) |(?<=\d at) (?=×)", "\u00a0", text)
     text = textwrap.fill(text, letters)
     return re.sub(r"\^(−?\d+\.?\d*)", r"$^{\1}$", text)
 
@@ -119,7 +124,15 @@ def _choose_markers(figure: Figure) -> dict[str, str]:
     }
 
 
-def _draw_panel(axes: Any, panel: Panel, markers: dict[str, str]) -> dict[str, Any]:
+def _choose_mark_styles(figure: Figure) -> dict[str, Any]:
+    """Return a line style for each label of a reference."""
+    labels = dict.fromkeys(mark.label for panel in figure.panels for mark in panel.marks)
+    return {label: _MARK_STYLES[index % len(_MARK_STYLES)] for index, label in enumerate(labels)}
+
+
+def _draw_panel(
+    axes: Any, panel: Panel, markers: dict[str, str], mark_styles: dict[str, Any]
+) -> dict[str, Any]:
     """Draw a panel; return legend handles by label."""
     handles = {}
     hatch = ""
@@ -131,7 +144,7 @@ def _draw_panel(axes: Any, panel: Panel, markers: dict[str, str]) -> dict[str, A
             handles[curve.label] = _draw_curve(axes, curve, markers[curve.label])
     _set_scales(axes, panel)
     for mark in panel.marks:
-        handles[mark.label] = _draw_mark(axes, panel, mark)
+        handles[mark.label] = _draw_mark(axes, panel, mark, mark_styles[mark.label])
     for curve in panel.curves:
         if curve.ends:
             (cross,) = axes.plot(
@@ -156,9 +169,9 @@ def _x_label(panel: Panel) -> str:
     return "\n".join(lines)
 
 
-def _draw_mark(axes: Any, panel: Panel, mark: Mark) -> Any:
+def _draw_mark(axes: Any, panel: Panel, mark: Mark, line_style: Any) -> Any:
     """Draw a reference; return its legend handle."""
-    style = {"color": "#444444", "linestyle": ":", "lw": 1.6, "zorder": 1}
+    style = {"color": "#444444", "linestyle": line_style, "lw": 1.6, "zorder": 1}
     if mark.x is not None:
         return axes.axvline(mark.x, **style)
     if mark.y is not None:
@@ -222,11 +235,26 @@ def _set_scales(axes: Any, panel: Panel) -> None:
     _set_scale(axes.xaxis, axes.set_xscale, panel.x_log, xs)
     _set_scale(axes.yaxis, axes.set_yscale, panel.y_log, ys)
     distinct = sorted(set(xs))
-    if panel.x_log and any(x > 0 for x in xs) and len(distinct) <= 9:
-        from matplotlib.ticker import LogLocator
+    if panel.x_log and min(distinct, default=0) > 0 and len(distinct) <= 9:
+        from matplotlib.ticker import NullLocator
 
-        axes.xaxis.set_ticks(distinct)
-        axes.xaxis.set_minor_locator(LogLocator(panel.x_log, ()))
+        axes.xaxis.set_ticks(_spread_ticks(distinct))
+        axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _spread_ticks(values: list[float]) -> list[float]:
+    """Return the ends of ascending positive values, and those between that have room for a text.
+
+    Texts need about a fifteenth of a logarithmic axis.
+    """
+    room = math.log(values[-1] / values[0]) / 15
+    ticks = values[:1]
+    for value in values[1:-1]:
+        if math.log(value / ticks[-1]) > room and math.log(values[-1] / value) > room:
+            ticks.append(value)
+    if len(values) > 1:
+        ticks.append(values[-1])
+    return ticks
 
 
 def _set_scale(axis: Any, set_scale: Callable[..., None], base: int, values: list[float]) -> None:
@@ -239,4 +267,13 @@ def _set_scale(axis: Any, set_scale: Callable[..., None], base: int, values: lis
         axis.set_minor_formatter(NullFormatter())
         if base == 10 and max(values) < 200 * min(positive):
             axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6f}".rstrip("0").rstrip(".")))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _tick_text(value)))
+
+
+def _tick_text(value: float) -> str:
+    """Return a number without an exponent, and with k or M for thousands and millions."""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:g}M"
+    if abs(value) >= 1e4:
+        return f"{value / 1e3:g}k"
+    return f"{value:.6f}".rstrip("0").rstrip(".")

@@ -22,6 +22,7 @@ LABELS = {
     "member_accuracy": "mean member accuracy, test",
     "member_train_accuracy": "mean member accuracy, train",
     "correlation": "correlation of errors, test",
+    "loss": "mean member loss, train",
     "nll": "log loss, test",
     "scaled_nll": "log loss after scaling",
     "calibration": "calibration error",

@@ -360,7 +360,13 @@ def plot(table: Frame) -> Figure:
         *by_case("ntk_coupling_limit", label="{}, limit", style="dash"),
     ]
     drawn.append(
-        Panel("coupling: zero only if u^L is centred", "units", "cross/same", coupling, x_log=10)
+        Panel(
+            "coupling: zero if the last u is centred",
+            "units",
+            "cross/same",
+            coupling,
+            x_log=10,
+        )
     )
     exponent = partial(slope_text, Rows(table), "kurtosis")
     title = state(lambda: f"A1: excess kurtosis of outputs ∝ width^{exponent()}", "A1: kurtosis")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pandas
 import pytest
 
-from reproduction.canvas import _set_scales, _wrap, draw
+from reproduction.canvas import _set_scales, _spread_ticks, _wrap, draw
 from reproduction.drawing import Curve, Figure, Mark, Panel, curves
 from tests.reproduction.battery import check_layout
 
@@ -111,7 +111,7 @@ def test_axes_have_plain_numbers(tmp_path):
     axis.plot(curve.x, curve.y)
     _set_scales(axis, Panel("t", "x", "y", [curve], x_log=10, y_log=10))
     axis.figure.canvas.draw()
-    assert [t.get_text() for t in axis.get_xticklabels()] == ["1", "1000", "1000000", "10000000"]
+    assert [t.get_text() for t in axis.get_xticklabels()] == ["1", "1000", "1M", "10M"]
     shown = {t.get_text() for t in axis.get_yticklabels()}
     assert {"0.00001", "0.001", "0.1"} <= shown
 
@@ -146,6 +146,30 @@ def test_long_curves_have_a_few_marks_and_error_bars(tmp_path, monkeypatch):
 def test_numbers_have_minus_signs_exponents_and_their_units():
     assert _wrap("slope -0.5, 1-2, x^-0.25 and u^L", 60) == "slope −0.5, 1-2, x$^{−0.25}$ and u^L"
     assert _wrap("a change of 12 %", 14) == "a change of\n12\u00a0%"
+    assert _wrap("correlation (M ≥ 4)", 16) == "correlation\n(M\u00a0≥\u00a04)"
+    wrapped = _wrap("best M: 8 at ×0.5, 16 at ×2", 20)
+    assert wrapped == "best M: 8\u00a0at\u00a0×0.5,\n16\u00a0at\u00a0×2"
+
+
+def test_a_number_that_is_rounded_to_zero_has_no_sign():
+    assert _wrap("members -0.0 %, -0.05 %, -0", 60) == "members 0.0\u00a0%, −0.05\u00a0%, 0"
+
+
+def test_ticks_of_a_logarithmic_axis_do_not_overlap():
+    assert _spread_ticks([1.0, 2.0, 4.0, 5.0, 8.0, 10.0, 20.0, 49.0]) == [1, 2, 4, 8, 20, 49]
+    assert _spread_ticks([1.0, 2.0, 4.0]) == [1, 2, 4]
+    assert _spread_ticks([3.0]) == [3]
+
+
+def test_references_differ_in_their_line_styles(tmp_path, canvases):
+    curve = Curve("c", [1.0, 10.0], [1.0, 2.0])
+    first = Panel("t", "x", "y", [curve], marks=[Mark("a", x=2.0), Mark("b", y=2.0)])
+    second = Panel("t", "x", "y", [curve], marks=[Mark("b", y=1.5)])
+    draw(Figure([first, second]), tmp_path / "figure.png")
+    left, right = canvases[0].axes
+    a, b = (line.get_linestyle() for line in left.lines[-2:])
+    assert a != b
+    assert right.lines[-1].get_linestyle() == b
 
 
 def test_four_panels_fill_two_rows(tmp_path, canvases):
