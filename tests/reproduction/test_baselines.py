@@ -17,13 +17,13 @@ from reproduction.grid.engines import inline
 from reproduction.grid.results import Results, count_outdated, make_table
 from reproduction.rows import Rows
 from tests.reproduction import problem
-from tests.reproduction.battery import check
+from tests.reproduction.battery import check_measurement
 
 SMALL = Cell(problem.SETTING, {"width": 0.5, "networks": 8, "seed": 0}, "baselines")
 
 
 def test_a_cell_has_a_row_for_each_number_of_networks():
-    check(SMALL)
+    check_measurement(SMALL)
     rows = baselines.measure(SMALL)
     assert [row["members"] for row in rows] == [1, 2, 4, 8]
     assert math.isnan(rows[0]["correlation"])

@@ -15,7 +15,7 @@ from reproduction.grid.cells import Cell, cells_of
 from reproduction.grid.settings import UNTUNED, Setting, read_choices, with_choice
 from reproduction.rows import MissingCellsError
 from tests.reproduction import problem
-from tests.reproduction.battery import check, check_figure
+from tests.reproduction.battery import check_figure, check_measurement
 
 
 def table(losses, diverged=()):
@@ -66,7 +66,7 @@ def test_every_family_of_the_presets_is_tuned():
 def test_each_family_is_measured_on_held_out_samples(family):
     values = {"family": family, "p": 0.0, "members": 2, "length": 2, "lr": 0.01, "seed": 0}
     cell = Cell(problem.SETTING, values, "tuning")
-    check(cell)
+    check_measurement(cell)
     row = tuning.measure(cell)
     assert math.isfinite(row["validation_nll"])
     longer = tuning.measure(cell.with_values(length=4))

@@ -1,4 +1,4 @@
-"""compare: its battery, and the compute that each system gets."""
+"""The battery of the experiment compare, and the compute that each system gets."""
 
 from __future__ import annotations
 
@@ -28,14 +28,40 @@ from tests.reproduction.battery import Battery, check_figure
 SETTING = cells_of("compare", PRESETS["quick"], [0])[0].setting
 
 
-def rows(c, true, noise):
-    quality = {ONE: 0.3, WIDE: 0.29, SEPARATE: 0.27, SIGNS[0]: 0.25, SIGNS[1]: 0.215}
-    quality[TWO_NETWORKS] = 0.26 if true else 0.28
-    loss = quality.get(c["system"], 0.35) - 0.01 * math.log2(c["budget"])
-    if c["system"] in SIGNS and true:
-        loss -= 0.01 * math.log2(c["budget"])
-    elif c["system"] in SIGNS:
-        loss = 0.4 if c["system"] != SIGNS[2] else 0.2
+class TestCompare(Battery):
+    name = "compare"
+    timed = ("training_seconds", "inference_seconds")
+
+    @staticmethod
+    def confirming_rows(cell, noise):
+        loss = typical_loss(cell["system"], two_networks=0.26) - 0.01 * math.log2(cell["budget"])
+        if cell["system"] in SIGNS:
+            loss -= 0.01 * math.log2(cell["budget"])
+        return make_row(loss, noise)
+
+    @staticmethod
+    def contradicting_rows(cell, noise):
+        loss = typical_loss(cell["system"], two_networks=0.28) - 0.01 * math.log2(cell["budget"])
+        if cell["system"] == SIGNS[2]:
+            loss = 0.2
+        elif cell["system"] in SIGNS:
+            loss = 0.4
+        return make_row(loss, noise)
+
+
+def typical_loss(system, two_networks):
+    losses = {
+        ONE: 0.3,
+        WIDE: 0.29,
+        SEPARATE: 0.27,
+        TWO_NETWORKS: two_networks,
+        SIGNS[0]: 0.25,
+        SIGNS[1]: 0.215,
+    }
+    return losses.get(system, 0.35)
+
+
+def make_row(loss, noise):
     return {
         "accuracy": 1 - loss + noise(0.001),
         "nll": loss + noise(0.001),
@@ -50,112 +76,129 @@ def rows(c, true, noise):
     }
 
 
-class TestCompare(Battery):
-    name, rows = "compare", staticmethod(rows)
-    timed = ("training_seconds", "inference_seconds")
-
-
 def cell_of(system, budget, seed=0, setting=SETTING):
     return Cell(setting, {"system": system, "budget": budget, "seed": seed}, "compare")
 
 
-def table_of(losses):
+def make_table(losses):
     """Return a table from log losses by ``(system, budget)``."""
-    table = []
+    rows = []
     for (system, budget), loss in losses.items():
         row = {"system": system, "budget": budget, "seed": 0, "guessing": 2.77}
-        table.append({**row, "accuracy": 1 - loss, "nll": loss, "scaled_nll": loss})
-    return pandas.DataFrame(table)
+        rows.append({**row, "accuracy": 1 - loss, "nll": loss, "scaled_nll": loss})
+    return pandas.DataFrame(rows)
 
 
 LOSSES = {(ONE, 1): 9.0, (ONE, 2): 0.5, (ONE, 4): 0.1, (SIGNS[0], 1): 0.0, (SIGNS[0], 2): 0.4}
-WITH_NETWORKS = {**LOSSES, (TWO_NETWORKS, 2): 0.3}
 
 
-def test_systems_are_compared_at_budgets_of_both():
-    rows = Rows(table_of(LOSSES))
+def test_systems_are_compared_at_the_largest_budget_that_both_have():
+    rows = Rows(make_table(LOSSES))
+
     assert compare.advantage(rows, "nll", SIGNS[0], ONE) == pytest.approx(-0.1)
+
+
+def test_systems_without_a_common_budget_are_not_compared():
+    rows = Rows(make_table({(ONE, 4): 1.0, (SIGNS[0], 2): 1.0}))
+
     with pytest.raises(MissingCellsError, match="budget of both"):
-        compare.advantage(Rows(table_of({(ONE, 4): 1.0, (SIGNS[0], 2): 1.0})), "nll", SIGNS[0], ONE)
+        compare.advantage(rows, "nll", SIGNS[0], ONE)
 
 
-def test_the_trend_is_a_slope_per_doubling():
-    rows = Rows(table_of({**LOSSES, (ONE, 1): 0.2}))
+def test_trend_is_a_slope_per_doubling_of_the_budget():
+    rows = Rows(make_table({**LOSSES, (ONE, 1): 0.2}))
+
     # The differences are -0.2 at 1 × and -0.1 at 2 ×.
     assert compare.trend_of_advantage(rows) == pytest.approx(0.1)
 
 
-def test_the_summary_states_the_values_of_the_strongest_competitors_at_the_largest_budget():
-    figure = compare.summary(table_of(LOSSES))
+def test_summary_states_values_of_the_strongest_competitors_at_the_largest_budget():
+    figure = compare.summary(make_table(LOSSES))
+
     check_figure(figure)
-    titles = [panel.title for panel in figure.panels]
-    assert titles[0] == "accuracy at 2 ×: two members 60.0%, one network 50.0%"
-    assert titles[1] == "log loss at 2 ×: two members 0.40, one network 0.50"
-    assert "guessing: 2.77" in figure.panels[1].y_label
-    assert [curve.label for curve in figure.panels[0].curves] == [ONE, SIGNS[0]]
-    titles = [panel.title for panel in compare.summary(table_of(WITH_NETWORKS)).panels]
-    assert titles[2].endswith("two members 0.40, two networks 0.30, one network 0.50")
+    accuracies, losses = figure.panels[:2]
+    assert accuracies.title == "accuracy at 2 ×: two members 60.0%, one network 50.0%"
+    assert losses.title == "log loss at 2 ×: two members 0.40, one network 0.50"
+    assert "guessing: 2.77" in losses.y_label
+    assert [curve.label for curve in accuracies.curves] == [ONE, SIGNS[0]]
+
+
+def test_summary_includes_separate_networks_if_they_were_measured():
+    figure = compare.summary(make_table({**LOSSES, (TWO_NETWORKS, 2): 0.3}))
+
+    expected = "two members 0.40, two networks 0.30, one network 0.50"
+    assert figure.panels[2].title.endswith(expected)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 8])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_epochs_times_cost_of_a_pass_is_the_budget(system, budget):
     cell = cell_of(system, budget, setting=replace(SETTING, epochs=16))
+
     epochs = compare.epochs_of(cell)
+
     if system == WIDE:
         assert epochs == 16  # the width pays for the rest
-        return
-    networks_per_pass = compare.members_of(cell)
-    if SYSTEMS[system].shares_pass:
-        networks_per_pass = 1
-    assert epochs * networks_per_pass == 16 * budget
+    elif SYSTEMS[system].shares_pass:
+        assert epochs == 16 * budget
+    else:
+        assert epochs * compare.members_of(cell) == 16 * budget
 
 
-@pytest.mark.parametrize("network", ["cnn", "norm-cnn", "mlp"])
-def test_the_wider_network_costs_the_budget(network):
-    setting = replace(SETTING, network=network, channels=(8, 16))
-    if network == "mlp":
-        setting = replace(setting, channels=(32, 32, 32))
-    cell = cell_of(WIDE, 4, setting=setting)
+@pytest.mark.parametrize(
+    ("network", "channels"),
+    [("cnn", (8, 16)), ("norm-cnn", (8, 16)), ("mlp", (32, 32, 32))],
+)
+def test_wider_network_costs_the_budget(network, channels):
+    cell = cell_of(WIDE, 4, setting=replace(SETTING, network=network, channels=channels))
     images = torch.zeros(1, 1, 8, 8)
+
     width = compare.affordable_width(cell, images)
-    costs = [compare.operations(compare.reference_of(cell, each), images) for each in (1.0, width)]
-    assert costs[1] / costs[0] == pytest.approx(4.0, rel=0.1)
+
+    cost = compare.operations(compare.reference_of(cell, 1.0), images)
+    cost_of_wider = compare.operations(compare.reference_of(cell, width), images)
+    assert cost_of_wider / cost == pytest.approx(4.0, rel=0.1)
 
 
-def test_the_norm_network_depends_on_its_generator_alone():
+def test_norm_network_depends_on_its_generator_only():
     setting = replace(SETTING, network="norm-cnn", channels=(4, 8))
-    networks = []
-    for _ in range(2):
-        torch.randn(3)
-        generator = torch.Generator().manual_seed(1)
-        networks.append(build_reference(setting, generator=generator))
     image = torch.ones(2, 1, 8, 8)
-    assert torch.equal(networks[0](image), networks[1](image))
-    assert any(isinstance(module, torch.nn.BatchNorm2d) for module in networks[0])
+
+    first = build_reference(setting, generator=torch.Generator().manual_seed(1))
+    torch.randn(3)
+    second = build_reference(setting, generator=torch.Generator().manual_seed(1))
+
+    assert torch.equal(first(image), second(image))
+    assert any(isinstance(module, torch.nn.BatchNorm2d) for module in first)
 
 
-def test_a_system_is_trained_at_its_recorded_rate(monkeypatch):
+def test_systems_are_trained_at_their_recorded_rates(monkeypatch):
     setting = replace(SETTING, epochs=1, rates=((SIGNS[0], 0.02), (ONE, 0.3)))
-    seen = []
+    train_system = compare.train_system
+    rates = []
 
-    def train_system(cell, problem, rate):
-        seen.append(rate)
-        return original(cell, problem, rate)
+    def record_rate(cell, problem, rate):
+        rates.append(rate)
+        return train_system(cell, problem, rate)
 
-    original = compare.train_system
-    monkeypatch.setattr(compare, "train_system", train_system)
+    monkeypatch.setattr(compare, "train_system", record_rate)
     row = compare.measure(cell_of(SIGNS[0], 1, setting=setting))
-    assert seen == [0.02]
+
+    assert rates == [0.02]
     assert row["lr"] == 0.02
 
 
-def test_a_split_batch_trains_each_member_on_its_rows():
+def test_split_batch_trains_each_member_on_its_rows():
     problem = load_problem(SETTING)
     problem = replace(problem, data=compare.with_validation(problem.data, 0))
-    cell = cell_of(SPLIT[0], 1, setting=replace(SETTING, epochs=1))
-    split = compare.train_system(cell, problem, 0.01).ensemble
-    same = compare.train_system(cell.with_values(system=SIGNS[0], budget=2), problem, 0.01).ensemble
-    assert compare.epochs_of(cell) == 1
-    pairs = list(zip(split.parameters(), same.parameters(), strict=True))
-    assert not all(torch.equal(first, second) for first, second in pairs)
+    split_cell = cell_of(SPLIT[0], 1, setting=replace(SETTING, epochs=1))
+    whole_cell = split_cell.with_values(system=SIGNS[0], budget=2)
+
+    split = compare.train_system(split_cell, problem, 0.01).ensemble
+    whole = compare.train_system(whole_cell, problem, 0.01).ensemble
+
+    assert compare.epochs_of(split_cell) == 1
+    differences = []
+    for split_parameter, parameter in zip(split.parameters(), whole.parameters(), strict=True):
+        differences.append(not torch.equal(split_parameter, parameter))
+    assert any(differences)

@@ -1,4 +1,4 @@
-"""lld-rates: its battery, on tables of which its claims are true, or false."""
+"""The battery of the experiment lld-rates."""
 
 from __future__ import annotations
 
@@ -7,16 +7,39 @@ import math
 from tests.reproduction.battery import Battery, bump
 
 
-def rows(c, true, noise):
-    m = math.log2(c["members"])
-    best = 0.1 if true else (1.0 if c["members"] == 1 else 0.01)
-    distance = abs(math.log10(c["lr"] / best))
-    if c["family"] == "all":
-        accuracy = 0.95 if true and c["members"] > 1 else 0.9
-    elif true:
-        accuracy = bump(c["members"], 0.93, 0.002, 10) - 0.03 * distance
-    else:
-        accuracy = 0.9 + 0.01 * m - (0.03 if c["members"] > 1 else 0.001) * distance
+class TestLldRates(Battery):
+    name = "lld-rates"
+
+    @staticmethod
+    def confirming_rows(cell, noise):
+        distance = decades_between(cell["lr"], 0.1)
+        if cell["family"] == "all":
+            accuracy = 0.95 if cell["members"] > 1 else 0.9
+        else:
+            accuracy = bump(cell["members"], 0.93, 0.002, 10) - 0.03 * distance
+        return make_row(accuracy, distance, noise)
+
+    @staticmethod
+    def contradicting_rows(cell, noise):
+        if cell["members"] == 1:
+            distance = decades_between(cell["lr"], 1.0)
+            loss = 0.001 * distance
+        else:
+            distance = decades_between(cell["lr"], 0.01)
+            loss = 0.03 * distance
+        if cell["family"] == "all":
+            accuracy = 0.9
+        else:
+            accuracy = 0.9 + 0.01 * math.log2(cell["members"]) - loss
+        return make_row(accuracy, distance, noise)
+
+
+def decades_between(rate, best_rate):
+    return abs(math.log10(rate / best_rate))
+
+
+def make_row(accuracy, distance, noise):
+    """Return a row of a network trained at some distance from its best rate."""
     return {
         "accuracy": accuracy + noise(0.0002),
         "member_accuracy": 0.9,
@@ -25,7 +48,3 @@ def rows(c, true, noise):
         "early_loss": 0.5 + distance,
         "diverged": 0.0,
     }
-
-
-class TestLldRates(Battery):
-    name, rows = "lld-rates", staticmethod(rows)

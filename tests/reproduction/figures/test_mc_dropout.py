@@ -1,4 +1,4 @@
-"""mc-dropout: its battery, on tables of which its claims are true, or false."""
+"""The battery of the experiment mc-dropout."""
 
 from __future__ import annotations
 
@@ -8,33 +8,58 @@ from reproduction.grid.cells import MEMBERS
 from tests.reproduction.battery import Battery, bump
 
 
-def rows(c, true, noise):
-    sign = 1 if true else -1
-    masks = MEMBERS["quick"] if c["kind"].startswith("fresh") else (c["members"],)
-    rows = []
-    for count in masks:
-        m = math.log2(count)
-        if c["kind"] == "fresh shifted":
-            accuracy = 0.9 + sign * 0.02 * (1 - 1 / count)
-            member, correlation = 0.9 - (0 if true else 0.02 * m), 0.9 if true else 0.3
-        elif c["kind"] == "fresh centred":
-            accuracy, member, correlation = (0.15 if true else 0.9), 0.1, 0.1
-        else:
-            peak = 8 * c["width"] if true else 8 / c["width"]
-            accuracy = bump(count, 0.93, 0.004, peak)
-            if not true and c["width"] == 0.5:
-                accuracy = 0.9 + 0.01 * m
-            member, correlation = 0.8, 0.4 if true else 0.29
-        rows.append(
-            {
-                "masks": count,
-                "accuracy": accuracy + noise(0.0002),
-                "member_accuracy": member,
-                "correlation": correlation + noise(0.001) if count > 1 else math.nan,
-            }
-        )
-    return rows
-
-
 class TestMcDropout(Battery):
-    name, rows = "mc-dropout", staticmethod(rows)
+    name = "mc-dropout"
+
+    @staticmethod
+    def confirming_rows(cell, noise):
+        rows = []
+        for masks in counts_of_masks(cell):
+            if cell["kind"] == "fresh shifted":
+                accuracy = 0.9 + 0.02 * (1 - 1 / masks)
+                row = make_row(masks, noise, accuracy, member_accuracy=0.9, correlation=0.9)
+            elif cell["kind"] == "fresh centred":
+                row = make_row(masks, noise, 0.15, member_accuracy=0.1, correlation=0.1)
+            else:
+                accuracy = bump(masks, 0.93, 0.004, peak=8 * cell["width"])
+                row = make_row(masks, noise, accuracy, member_accuracy=0.8, correlation=0.4)
+            rows.append(row)
+        return rows
+
+    @staticmethod
+    def contradicting_rows(cell, noise):
+        rows = []
+        for masks in counts_of_masks(cell):
+            doublings = math.log2(masks)
+            if cell["kind"] == "fresh shifted":
+                accuracy = 0.9 - 0.02 * (1 - 1 / masks)
+                member_accuracy = 0.9 - 0.02 * doublings
+                row = make_row(masks, noise, accuracy, member_accuracy, correlation=0.3)
+            elif cell["kind"] == "fresh centred":
+                row = make_row(masks, noise, 0.9, member_accuracy=0.1, correlation=0.1)
+            else:
+                accuracy = bump(masks, 0.93, 0.004, peak=8 / cell["width"])
+                if cell["width"] == 0.5:
+                    accuracy = 0.9 + 0.01 * doublings
+                row = make_row(masks, noise, accuracy, member_accuracy=0.8, correlation=0.29)
+            rows.append(row)
+        return rows
+
+
+def counts_of_masks(cell):
+    """Return the numbers of masks of a cell: fresh masks are drawn after training."""
+    if cell["kind"].startswith("fresh"):
+        return MEMBERS["quick"]
+    return (cell["members"],)
+
+
+def make_row(masks, noise, accuracy, member_accuracy, correlation):
+    row = {
+        "masks": masks,
+        "accuracy": accuracy + noise(0.0002),
+        "member_accuracy": member_accuracy,
+        "correlation": math.nan,
+    }
+    if masks > 1:
+        row["correlation"] = correlation + noise(0.001)
+    return row

@@ -1,4 +1,4 @@
-"""ntk-at-init: its battery, on tables of which its claims are true, or false."""
+"""The battery of the experiment ntk-at-init."""
 
 from __future__ import annotations
 
@@ -6,29 +6,45 @@ import math
 
 from tests.reproduction.battery import Battery
 
-
-def rows(c, true, noise):
-    rows = []
-    for others in (1, 2, 4, 7, 14):
-        one = math.exp(noise(0.01))
-        if c["kind"] == "centred":
-            ratio = 1 / c["width"] if true else 1.0
-            weight = others / c["width"] if true else float(others**2)
-        else:
-            ratio = 0.5 if true else 1 / c["width"]
-            weight = others**2 if true else others / c["width"]
-        rows.append(
-            {
-                "others": others,
-                "ratio": ratio * one,
-                "ratio_to_limit": ratio * one,
-                "nll": weight * one,
-                "target": weight * one,
-            }
-        )
-    return rows
+OTHER_MEMBERS = (1, 2, 4, 7, 14)
 
 
 class TestNtkAtInit(Battery):
-    name, rows = "ntk-at-init", staticmethod(rows)
-    contradicting = 2
+    name = "ntk-at-init"
+    contradicting_seeds = 2
+
+    @staticmethod
+    def confirming_rows(cell, noise):
+        width = cell["width"]
+        rows = []
+        for others in OTHER_MEMBERS:
+            if cell["kind"] == "centred":
+                row = make_row(others, noise, ratio=1 / width, weight=others / width)
+            else:
+                row = make_row(others, noise, ratio=0.5, weight=others**2)
+            rows.append(row)
+        return rows
+
+    @staticmethod
+    def contradicting_rows(cell, noise):
+        width = cell["width"]
+        rows = []
+        for others in OTHER_MEMBERS:
+            if cell["kind"] == "centred":
+                row = make_row(others, noise, ratio=1.0, weight=others**2)
+            else:
+                row = make_row(others, noise, ratio=1 / width, weight=others / width)
+            rows.append(row)
+        return rows
+
+
+def make_row(others, noise, ratio, weight):
+    """Return a row with noise of one percent on all values."""
+    factor = math.exp(noise(0.01))
+    return {
+        "others": others,
+        "ratio": ratio * factor,
+        "ratio_to_limit": ratio * factor,
+        "nll": weight * factor,
+        "target": weight * factor,
+    }
