@@ -81,13 +81,13 @@ class MemberCopy:
 
     def __init__(self, ensemble: "EmbeddedEnsemble", *, plain: bool = False):
         reference = ensemble.reference
-        self.module = copy_module(reference)
+        self.module = copy_with_plain_classes(reference)
         self.weights_table = "_parameters" if plain else "_buffers"
         self.calls: dict[str, int] = {}  # calls of layers whose parametrization has state
         for name, module in list(self.module.named_modules()):
             if not plain and _has_state(module):
                 self._count_calls(name, module)
-            _open_parametrizations(module, self.weights_table, plain=plain)
+            _add_computed_slots(module, self.weights_table, plain=plain)
         # Buffers of the member in the memory of the stacked ones, and names of buffers that the
         # code replaces.
         self.aliases: dict[str, Tensor] = {}
@@ -344,19 +344,48 @@ def _has_state(module: nn.Module) -> bool:
     return False
 
 
-def _open_parametrizations(module: nn.Module, table: str, *, plain: bool) -> None:
+def copy_with_plain_classes(reference: nn.Module) -> nn.Module:
+    """Return a copy of a network in which parametrized modules have their original classes.
+
+    ``parametrize.remove_parametrizations`` would change the class that a copy shares with the
+    reference. So each parametrized module is replaced by a new object, which gets a copy of its
+    attributes.
+
+    Args:
+        reference: Any module.
+    """
+    parametrized = [module for module in reference.modules() if parametrized_names(module)]
+    if not parametrized:
+        return copy_module(reference)
+    plain_modules: dict[int, nn.Module] = {}
+    for module in parametrized:
+        original_class = type(module).__mro__[1]
+        plain_module = original_class.__new__(original_class)
+        nn.Module.__init__(plain_module)
+        plain_modules[id(module)] = plain_module
+    # The network and the attributes are copied at once, so that both refer to the same modules.
+    holder: Any = nn.Module()
+    holder.reference = reference
+    holder.attributes = [vars(module) for module in parametrized]
+    copied: Any = copy_module(holder, plain_modules)
+    for plain_module, attributes in zip(plain_modules.values(), copied.attributes, strict=True):
+        vars(plain_module).update(attributes)
+    return copied.reference
+
+
+def _add_computed_slots(module: nn.Module, table: str, *, plain: bool) -> None:
     """Give a copy of a parametrized module slots for its computed tensors.
 
-    ``parametrize.remove_parametrizations`` would change the class that the copy shares with the
-    reference.
+    Args:
+        module: The copy, of the original class.
+        table: "_parameters" or "_buffers".
+        plain: Whether to remove the parametrizations with their parameters.
     """
     names = parametrized_names(module)
-    if names:
-        if plain:
-            del module._modules["parametrizations"]
-        module.__class__ = type(module).__mro__[1]
-        for name in names:
-            getattr(module, table)[name] = None
+    if names and plain:
+        del module._modules["parametrizations"]
+    for name in names:
+        getattr(module, table)[name] = None
 
 
 def parametrized_names(module: nn.Module) -> list[str]:
