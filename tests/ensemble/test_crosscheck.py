@@ -59,7 +59,7 @@ def test_the_comparison_changes_nothing_but_the_executor(training, grad):
     before = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
     state, inputs = torch.get_rng_state(), x.clone()
     with torch.set_grad_enabled(grad):
-        ensemble.folded_for((x,), {}, False)
+        ensemble.foldings.find((x,), {})
     assert ensemble.executor == "folded"
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x, inputs)
@@ -75,7 +75,7 @@ def test_fresh_masks_with_a_generator_stay_the_same():
         generator = torch.Generator().manual_seed(1)
         ensemble = embens.mc_dropout(network, members=3, generator=generator)
         if compared:
-            ensemble.folded_for((torch.ones(2, 6),), {}, False)
+            ensemble.foldings.find((torch.ones(2, 6),), {})
         return ensemble(torch.ones(2, 6)) - network(torch.ones(2, 6))
 
     torch.testing.assert_close(outputs(True).std(), outputs(False).std())
@@ -259,7 +259,7 @@ def test_statistics_of_shared_norm_layers_stay_the_same():
 
     ensemble = embens.last_layer_dropout(Normalised(), members=3, law=laws.Bernoulli(0.9))
     before = {name: tensor.clone() for name, tensor in ensemble.state_dict().items()}
-    ensemble.folded_for((torch.randn(5, 6),), {}, per_member=False)
+    ensemble.foldings.find((torch.randn(5, 6),), {})
     assert ensemble.executor == "folded"
     for name, tensor in ensemble.state_dict().items():
         assert torch.equal(tensor, before[name]), name

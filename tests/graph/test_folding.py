@@ -32,7 +32,7 @@ def test_values_before_the_first_modulation_are_computed_once():
     reference = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
     ensemble = embens.last_layer_dropout(nn.Sequential(*reference, nn.Linear(8, 2)), 5)
     ensemble(torch.randn(4, 3))
-    folded = ensemble.foldings[0].folded
+    folded = ensemble.foldings.kept[0].folded
     assert layers_in(folded.prefix) == ["0", "1", "2", "3"]
     assert layers_in(folded.suffix) == ["4"]
 

@@ -36,7 +36,7 @@ def accumulate_gradients(
     """
     total: Any = 0.0
     with torch.enable_grad():
-        folded, arguments = ensemble.folded_for(inputs, kwargs, False)
+        folded, arguments = ensemble.foldings.find(inputs, kwargs)
         values = ensemble.sample_values()
         if folded is None:
             modules = ensemble.reference.modules()

@@ -85,7 +85,7 @@ def check_folding(
                 # that calls with other inputs are folded.
                 folding.folded = None
                 folding.reason = undecided.reason
-                ensemble.foldings = [item for item in ensemble.foldings if item is not folding]
+                ensemble.foldings.forget(folding)
             return
         if difference:
             folding.folded = None

@@ -31,14 +31,16 @@ def describe_executor(ensemble: "EmbeddedEnsemble") -> str:
     Args:
         ensemble: The ensemble.
     """
-    if ensemble.call_reason:
-        return f"merged: {ensemble.call_reason}"
-    folding = ensemble.foldings[-1] if ensemble.foldings else None
-    if folding is None:
+    foldings = ensemble.foldings
+    if foldings.reason:
+        return f"merged: {foldings.reason}"
+    if foldings.kept:
+        folding = foldings.kept[-1]
+    else:
         names = _required_names(ensemble.reference)
         if not names:
             return "merged: its arguments are not fixed"
-        folding = ensemble.find_preview(dict.fromkeys(names, 2))
+        folding = foldings.preview(dict.fromkeys(names, 2))
         if folding.folded is None and "cannot trace" not in folding.reason:
             return "folded or merged, depending on the input"
     if folding.folded is not None:

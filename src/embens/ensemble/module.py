@@ -84,7 +84,7 @@ class _StockTrainer:
 
 
 class EmbeddedEnsemble(nn.Module):
-    """M members in one network.
+    """M members in one network; made by :func:`embens.embed` and the families.
 
     Args:
         reference: The reference. The ensemble takes it over; pass a copy.
@@ -96,8 +96,18 @@ class EmbeddedEnsemble(nn.Module):
         reference: The ensemble's copy of the reference.
         spec: How members differ.
         individual: Stacked values of the members.
+        layers: Parameter layers of the reference by name.
         chunk: Number of members that run together; None: chosen for the network and the batch. It
             changes results by rounding only.
+
+    Example:
+        >>> from embens import batch_ensemble
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = batch_ensemble(net, members=4)
+        >>> ensemble(torch.zeros(5, 4)).shape
+        torch.Size([4, 5, 3])
+        >>> ensemble.executor
+        'folded'
     """
 
     accepts_loss_kwargs = _StockTrainer()
@@ -135,17 +145,23 @@ class EmbeddedEnsemble(nn.Module):
     def _derive(self, flow: Flow | None = None) -> None:
         """Forget everything that is derived from the reference, the spec and the values."""
         self.flow = flow
+        self.foldings = Foldings(self)
         self._merged: MergedExecutor | None = None
-        self.foldings: list[Folding] = []  # the latest last
-        self.preview: Folding | None = None  # for ``print`` before the first call
-        self.call_reason = ""  # why the latest call could not be folded, whatever the code does
-        self.argument_names: list[str] | None = None
 
     def refresh_layers(self) -> None:
         """Find the layers again after modules of the reference were replaced.
 
         Raises:
             ValueError: If a layer in which members differ is gone or has another shape.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> ensemble.reference[1] = nn.Linear(8, 8)
+            >>> ensemble.refresh_layers()
+            >>> list(ensemble.layers)
+            ['0', '1', '2']
         """
         layers = find_layers(self.reference)
         shapes = _weight_shapes(self.reference, layers, self.spec)
@@ -175,6 +191,14 @@ class EmbeddedEnsemble(nn.Module):
         Args:
             module: Name of the module in the reference.
             name: Name of the parameter or buffer.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> ensemble.release_tensor("2", "bias")
+            >>> ensemble.reference[2].bias.device
+            device(type='meta')
         """
         owner = self.reference.get_submodule(module)
         for table in (owner._parameters, owner._buffers):
@@ -191,7 +215,6 @@ class EmbeddedEnsemble(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
         # Traced code may have asked for the type or the device of a parameter.
         self.foldings.clear()
-        self.preview = None
         return super()._apply(fn, recurse)
 
     def train(self, mode: bool = True) -> "EmbeddedEnsemble":
@@ -203,7 +226,7 @@ class EmbeddedEnsemble(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("flow", "_merged", "foldings", "preview", "call_reason", "argument_names"):
+        for name in ("flow", "foldings", "_merged"):
             state.pop(name)
         if self._merged is not None:
             state["member_attributes"] = self._merged.member_attributes()
@@ -233,6 +256,22 @@ class EmbeddedEnsemble(nn.Module):
             self._merged = MergedExecutor(self)
         return self._merged
 
+    def changed_attributes(self) -> set[str]:
+        """Return the names of attributes in which members may differ from the reference.
+
+        Returns:
+            Names that the code of a member has assigned in a merged pass.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> batch_ensemble(net, members=4).changed_attributes()
+            set()
+        """
+        if self._merged is None:
+            return set()
+        return self._merged.changed_attributes()
+
     # Facts
 
     @property
@@ -251,10 +290,23 @@ class EmbeddedEnsemble(nn.Module):
         return optim.natural_gamma(self.spec)
 
     def site_values(self, site: Site) -> Tensor:
-        """Return the values of a site, ``(member, size)``.
+        """Return the modulations of a site.
 
         Args:
             site: One of ``spec.sites``. Fresh sites have no values between passes.
+
+        Returns:
+            The values, ``(member, size)``.
+
+        Raises:
+            ValueError: If the site is fresh.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> [(site.key, ensemble.site_values(site).shape) for site in ensemble.spec.sites]
+            [('0.pre', torch.Size([4, 8])), ('2.post', torch.Size([4, 8]))]
         """
         if site.fresh:
             raise ValueError(
@@ -264,11 +316,33 @@ class EmbeddedEnsemble(nn.Module):
         return self.individual[site.key]
 
     def individual_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the per-member parameters, members first."""
+        """Yield the per-member parameters, members first.
+
+        Yields:
+            Parameters ``(member, …)``.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> [tuple(parameter.shape) for parameter in ensemble.individual_parameters()]
+            [(4, 8), (4, 8)]
+        """
         yield from self.individual.parameters()
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that all members share."""
+        """Yield the parameters that all members share.
+
+        Yields:
+            Parameters with the shapes of the reference's.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> [tuple(parameter.shape) for parameter in ensemble.shared_parameters()]
+            [(8, 4), (8,), (3, 8), (3,)]
+        """
         yield from self.reference.parameters()
 
     def parameter_groups(
@@ -340,6 +414,17 @@ class EmbeddedEnsemble(nn.Module):
         Returns:
             The outputs with the members as a new first axis, ``(member, batch, …)``; for "split"
             those of the reference, ``(batch, …)``.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=2)
+            >>> ensemble(torch.zeros(6, 4)).shape
+            torch.Size([2, 6, 3])
+            >>> ensemble(torch.zeros(2, 6, 4), batch="own").shape
+            torch.Size([2, 6, 3])
+            >>> ensemble(torch.zeros(6, 4), batch="split").shape
+            torch.Size([6, 3])
         """
         # With a named first argument torch.export takes the same dynamic_shapes as for
         # other modules.
@@ -357,13 +442,23 @@ class EmbeddedEnsemble(nn.Module):
         return run_split(self, inputs, kwargs, chunk)
 
     def run(self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool) -> Any:
-        """Return the outputs of all members, members first.
+        """Run all members on arguments that are already bound.
 
         Args:
             inputs: Positional arguments of the reference.
             kwargs: Its keyword arguments.
             chunk: Number of members that run together; None: the ensemble's.
             per_member: Whether positional tensors have the members as their first axis.
+
+        Returns:
+            The outputs of all members, ``(member, batch, …)``.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> ensemble.run((torch.zeros(5, 4),), {}, None, per_member=False).shape
+            torch.Size([4, 5, 3])
         """
         outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
         if len(outputs) == 1:
@@ -375,7 +470,7 @@ class EmbeddedEnsemble(nn.Module):
         self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool
     ) -> Iterator[Any]:
         """Yield the outputs of one chunk of members after another, members first."""
-        folded, arguments = self.folded_for(inputs, kwargs, per_member)
+        folded, arguments = self.foldings.find(inputs, kwargs, per_member=per_member)
         values = self.sample_values()
         if folded is None:
             yield from self.merged.run_members(inputs, kwargs, values, per_member=per_member)
@@ -389,12 +484,23 @@ class EmbeddedEnsemble(nn.Module):
     def chunks(
         self, folded: Folded, arguments: list[Tensor], chunk: int | None
     ) -> list[tuple[int, int]]:
-        """Return first member and number of members of each chunk.
+        """Divide the members into chunks that run together.
 
         Args:
             folded: The folded network.
             arguments: Tensor arguments of one member.
             chunk: Number of members of a chunk; None: the ensemble's.
+
+        Returns:
+            First member and number of members of each chunk.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=5)
+            >>> folded, arguments = ensemble.foldings.find((torch.zeros(5, 4),), {})
+            >>> ensemble.chunks(folded, arguments, chunk=2)
+            [(0, 2), (2, 2), (4, 1)]
         """
         size = self.chunk if chunk is None else chunk
         if size is None:
@@ -405,7 +511,18 @@ class EmbeddedEnsemble(nn.Module):
         return [(start, min(size, self.members - start)) for start in starts]
 
     def sample_values(self) -> dict[str, Tensor]:
-        """Return the values of all members for one pass, members first."""
+        """Return the values of all members for one pass; fresh modulations are drawn.
+
+        Returns:
+            Tensors ``(member, …)`` by name.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> values = batch_ensemble(net, members=4).sample_values()
+            >>> {name: tuple(value.shape) for name, value in values.items()}
+            {'0.pre': (4, 8), '2.post': (4, 8)}
+        """
         values = self.individual.tensors()
         fresh_sites = [site for site in self.spec.sites if site.fresh]
         if not fresh_sites:
@@ -414,104 +531,6 @@ class EmbeddedEnsemble(nn.Module):
 
         values.update(draw_masks(self, fresh_sites))
         return values
-
-    # Folded form
-
-    def folded_for(
-        self, inputs: tuple, kwargs: dict, per_member: bool
-    ) -> tuple[Folded | None, list[Tensor]]:
-        """Return the folded network for a call, and its tensor arguments; None: run merged."""
-        call = self._bind_call(inputs, kwargs)
-        if call is None:
-            self.call_reason = "its arguments are not tensors or plain values with fixed names"
-            return None, []
-        if _has_global_hooks():
-            self.call_reason = "a hook of all modules is registered"
-            return None, []
-        tensors, constants = call
-        if per_member and any(isinstance(value, Tensor) for value in kwargs.values()):
-            self.call_reason = "keyword arguments are the same for all members"
-            return None, []
-        arguments = list(tensors.values())
-        ranks = {name: tensor.dim() for name, tensor in tensors.items()}
-        if per_member:
-            ranks = {name: rank - 1 for name, rank in ranks.items()}
-        batch_axis = 1 if per_member else 0
-        rows = arguments[0].shape[batch_axis] if arguments[0].dim() > batch_axis else 0
-        for tensor in arguments[1:]:
-            if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
-                self.call_reason = "its arguments have different numbers of rows"
-                return None, []
-        if self.call_reason:
-            self.call_reason = ""
-        modes = (per_member, torch.is_grad_enabled(), _autocast_type())
-        if torch.compiler.is_compiling():
-            index = self._folding_index(ranks, constants, modes)
-            return self.foldings[index].folded, arguments
-        folding = self._find_folding(ranks, constants, modes)
-        if not folding.is_checked:
-            from embens.ensemble.crosscheck import check_folding
-
-            check_folding(self, folding, inputs, kwargs, arguments)
-        return folding.folded, arguments
-
-    def _find_folding(
-        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
-    ) -> "Folding":
-        """Return the folding for one kind of call, which is made on the first such call."""
-        changed = set() if self._merged is None else self._merged.changed_attributes()
-        for folding in list(self.foldings):  # other threads may change the list
-            if folding.fits(ranks, constants, modes, changed):
-                return folding
-        folding = Folding(self, ranks, constants, modes, changed)
-        self.foldings = [*self.foldings[1 - MOST_FOLDINGS :], folding]
-        if folding.folded is None and self._merged is None:
-            self._merged = MergedExecutor(self)  # torch.compile cannot build it
-        return folding
-
-    def find_preview(self, ranks: dict[str, int]) -> "Folding":
-        """Return the folding that ``print`` shows before the first call.
-
-        Args:
-            ranks: Number of axes of each tensor argument.
-        """
-        modes = (False, True, None)
-        if self.preview is None or not self.preview.fits(ranks, {}, modes, set()):
-            self.preview = Folding(self, ranks, {}, modes)
-        return self.preview
-
-    @constant_when_compiled
-    def _folding_index(
-        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
-    ) -> int:
-        """Return the index of a folding. torch.compile cannot follow torch.fx, so it calls this."""
-        folding = self._find_folding(ranks, constants, modes)
-        return self.foldings.index(folding)
-
-    def _bind_call(
-        self, inputs: tuple, kwargs: dict
-    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return tensor arguments and other arguments by name; None if they are not fixed."""
-        if self.argument_names is None:
-            self.argument_names = _argument_names(self.reference)
-        if len(inputs) > len(self.argument_names):
-            return None
-        if kwargs and not kwargs.keys().isdisjoint(self.argument_names[: len(inputs)]):
-            return None  # an argument occurs twice, which the call of the reference refuses
-        named = dict(zip(self.argument_names, inputs, strict=False)) | kwargs
-        tensors, constants = {}, {}
-        for name, value in named.items():
-            if isinstance(value, Tensor):
-                if not torch.compiler.is_compiling() and not _is_plain_tensor(value):
-                    return None
-                tensors[name] = value
-            elif isinstance(value, _PLAIN):
-                constants[name] = value
-            else:
-                return None
-        if not tensors or not set(named) <= set(self.argument_names):
-            return None
-        return tensors, constants
 
     # Training
 
@@ -524,6 +543,13 @@ class EmbeddedEnsemble(nn.Module):
 
         Returns:
             Positional and keyword arguments.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> args, kwargs = batch_ensemble(net, members=4).bind(torch.zeros(5, 4))
+            >>> len(args), kwargs
+            (1, {})
         """
         return bind_inputs(self.reference, inputs)
 
@@ -536,7 +562,27 @@ class EmbeddedEnsemble(nn.Module):
         batch: optim.BatchKind = "same",
         of: optim.Of = "members",
     ) -> Tensor:
-        """Return the sum of the members' losses; see :func:`embens.objective`."""
+        """Return the sum of the members' losses; see :func:`embens.objective`.
+
+        Args:
+            outputs: Outputs of the ensemble, ``(member, batch, …)``.
+            target: Classes or values, ``(batch, …)``.
+            criterion: A function of one member's outputs and the target; None: by the target.
+            batch: How the ensemble was called.
+            of: "members": a loss for each member; "mean" and "moments": of the mean output, or of
+                the normal distribution with the moments of the mixture.
+
+        Returns:
+            A scalar.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> outputs = ensemble(torch.zeros(5, 4))
+            >>> ensemble.objective(outputs, torch.zeros(5, dtype=torch.int64)).shape
+            torch.Size([])
+        """
         return optim.objective(outputs, target, criterion, batch=batch, of=of, members=self.members)
 
     def backward(
@@ -560,6 +606,14 @@ class EmbeddedEnsemble(nn.Module):
 
         Returns:
             The objective, detached.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> loss = ensemble.backward(torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64))
+            >>> loss.requires_grad, ensemble.reference[0].weight.grad.shape
+            (False, torch.Size([8, 4]))
         """
         from embens.ensemble.accumulation import accumulate_gradients
 
@@ -577,6 +631,21 @@ class EmbeddedEnsemble(nn.Module):
 
         Args:
             a: Index of the member; negative indices count from the end.
+
+        Returns:
+            A copy of the reference with the member's weights.
+
+        Raises:
+            IndexError: If there is no such member.
+            ValueError: If modulations are drawn at each pass.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> x = torch.ones(5, 4)
+            >>> torch.allclose(ensemble.member(3)(x), ensemble(x)[3], atol=1e-5)
+            True
         """
         a = self._index(a)
         if any(site.fresh for site in self.spec.sites):
@@ -605,6 +674,12 @@ class EmbeddedEnsemble(nn.Module):
 
         Returns:
             The smaller ensemble.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> batch_ensemble(net, members=8).subset([0, 3, 5]).members
+            3
         """
         from embens.ensemble.subsets import subset
 
@@ -619,8 +694,19 @@ class EmbeddedEnsemble(nn.Module):
         Args:
             example_input: See :func:`embens.embed`; needed if the code cannot be traced.
 
+        Returns:
+            A copy of the reference with the mean of the members' weights.
+
         Raises:
             ValueError: If the mean is not one network.
+
+        Example:
+            >>> from embens import last_layer_dropout
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = last_layer_dropout(net, members=4)
+            >>> x = torch.ones(5, 4)
+            >>> torch.allclose(ensemble.collapse()(x), ensemble(x).mean(0), atol=1e-5)
+            True
         """
         from embens.ensemble.collapsing import collapse
 
@@ -656,7 +742,23 @@ class EmbeddedEnsemble(nn.Module):
         )
 
     def to_onnx(self, path: str | os.PathLike[str], example: Any) -> Path:
-        """Write all members to one ONNX file; see :func:`embens.to_onnx`."""
+        """Write all members to one ONNX file; see :func:`embens.to_onnx`.
+
+        Args:
+            path: The file.
+            example: A batch, a tuple of arguments, or a dictionary of them.
+
+        Returns:
+            The path.
+
+        Example:
+            >>> import tempfile
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> folder = tempfile.mkdtemp()
+            >>> batch_ensemble(net, members=4).to_onnx(f"{folder}/e.onnx", torch.zeros(5, 4)).name
+            'e.onnx'
+        """
         from embens.ensemble.export import to_onnx
 
         return to_onnx(self, path, example)
@@ -672,6 +774,15 @@ class EmbeddedEnsemble(nn.Module):
         Raises:
             IsADirectoryError: If ``path`` is a folder, which is left unchanged.
             FileNotFoundError: If its folder does not exist.
+
+        Example:
+            >>> import tempfile
+            >>> from embens import batch_ensemble, load
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> path = f"{tempfile.mkdtemp()}/ensemble.safetensors"
+            >>> batch_ensemble(net, members=4).save(path)
+            >>> load(path, net).members
+            4
         """
         from embens.ensemble.saving import save
 
@@ -698,6 +809,15 @@ class EmbeddedEnsemble(nn.Module):
         Raises:
             FileExistsError: If the folder holds other files; it is left unchanged.
             NotADirectoryError: If ``folder`` is a file.
+
+        Example:
+            >>> import os, tempfile
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> folder = f"{tempfile.mkdtemp()}/ensemble"
+            >>> batch_ensemble(net, members=4).save_pretrained(folder)
+            >>> sorted(os.listdir(folder))
+            ['README.md', 'ensemble.safetensors']
         """
         from embens.ensemble.saving import save_pretrained
 
@@ -717,6 +837,129 @@ class EmbeddedEnsemble(nn.Module):
         from embens.ensemble.description import describe_executor
 
         return describe_executor(self)
+
+
+class Foldings:
+    """The folded forms of an ensemble, one for each kind of call.
+
+    Args:
+        ensemble: The ensemble.
+
+    Attributes:
+        kept: Folded forms for different modes, arguments and attributes, the latest last.
+        reason: Why the latest call could not be folded, whatever the code does; "" if it could.
+    """
+
+    def __init__(self, ensemble: EmbeddedEnsemble):
+        self.ensemble = ensemble
+        self.kept: list[Folding] = []
+        self.reason = ""
+        self._preview: Folding | None = None
+        self._argument_names: list[str] | None = None
+
+    def clear(self) -> None:
+        """Forget all folded forms."""
+        self.kept = []
+        self._preview = None
+
+    def forget(self, folding: "Folding") -> None:
+        """Forget one folded form, so that the next call is folded again.
+
+        Args:
+            folding: One of ``kept``.
+        """
+        self.kept = [other for other in self.kept if other is not folding]
+
+    def find(
+        self, inputs: tuple, kwargs: dict, *, per_member: bool = False
+    ) -> tuple[Folded | None, list[Tensor]]:
+        """Return the folded network for a call.
+
+        Args:
+            inputs: Positional arguments of the reference.
+            kwargs: Its keyword arguments.
+            per_member: Whether positional tensors have the members as their first axis.
+
+        Returns:
+            The folded network and its tensor arguments; None if the call runs merged.
+        """
+        call = self._bind(inputs, kwargs)
+        reason = _why_not_foldable(call, kwargs, per_member=per_member)
+        if reason != self.reason:
+            self.reason = reason
+        if call is None or reason:
+            return None, []
+        tensors, constants = call
+        arguments = list(tensors.values())
+        member_axes = 1 if per_member else 0
+        ranks = {name: tensor.dim() - member_axes for name, tensor in tensors.items()}
+        modes = (per_member, torch.is_grad_enabled(), _autocast_type())
+        if torch.compiler.is_compiling():
+            index = self._index(ranks, constants, modes)
+            return self.kept[index].folded, arguments
+        folding = self._find_or_make(ranks, constants, modes)
+        if not folding.is_checked:
+            from embens.ensemble.crosscheck import check_folding
+
+            check_folding(self.ensemble, folding, inputs, kwargs, arguments)
+        return folding.folded, arguments
+
+    def preview(self, ranks: dict[str, int]) -> "Folding":
+        """Return the folded form that ``print`` shows before the first call.
+
+        Args:
+            ranks: Number of axes of each tensor argument.
+        """
+        modes = (False, True, None)
+        if self._preview is None or not self._preview.fits(ranks, {}, modes, set()):
+            self._preview = Folding(self.ensemble, ranks, {}, modes)
+        return self._preview
+
+    @constant_when_compiled
+    def _index(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
+    ) -> int:
+        """Return the index of a folding. torch.compile cannot follow torch.fx, so it calls this."""
+        folding = self._find_or_make(ranks, constants, modes)
+        return self.kept.index(folding)
+
+    def _find_or_make(
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
+    ) -> "Folding":
+        """Return the folding for one kind of call, which is made on the first such call."""
+        changed = self.ensemble.changed_attributes()
+        for folding in self.kept:
+            if folding.fits(ranks, constants, modes, changed):
+                return folding
+        folding = Folding(self.ensemble, ranks, constants, modes, changed)
+        self.kept = [*self.kept[1 - MOST_FOLDINGS :], folding]
+        if folding.folded is None:
+            _ = self.ensemble.merged  # torch.compile cannot build it
+        return folding
+
+    def _bind(self, inputs: tuple, kwargs: dict) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return tensor arguments and other arguments by name; None if they are not fixed."""
+        if self._argument_names is None:
+            self._argument_names = _argument_names(self.ensemble.reference)
+        names = self._argument_names
+        if len(inputs) > len(names):
+            return None
+        if kwargs and not kwargs.keys().isdisjoint(names[: len(inputs)]):
+            return None  # an argument occurs twice, which the call of the reference refuses
+        arguments = dict(zip(names, inputs, strict=False)) | kwargs
+        tensors, constants = {}, {}
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                if not torch.compiler.is_compiling() and not _is_plain_tensor(value):
+                    return None
+                tensors[name] = value
+            elif isinstance(value, _PLAIN):
+                constants[name] = value
+            else:
+                return None
+        if not tensors or not set(arguments) <= set(names):
+            return None
+        return tensors, constants
 
 
 class Folding:
@@ -744,13 +987,15 @@ class Folding:
         modes: tuple[Any, ...],
         changed: Collection[str] = (),
     ):
+        self.ranks = ranks
+        self.constants = constants
+        self.modes = modes
         self.changed = set(changed)
-        self.ranks, self.constants, self.modes = ranks, constants, modes
         self.state = ModuleState(ensemble.reference)
         self.guard: Any = None
         self.folded: Folded | None = None
         self.reason = ""
-        self.is_checked = True  # torch's own modules need no comparison
+        self.is_checked = True  # torch's modules need no comparison
         ensemble.refresh_layers()
         try:
             _refuse_parametrizations(ensemble.reference)
@@ -864,6 +1109,34 @@ def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:
     for key in list(keys.unexpected_keys):
         if key.endswith(tuple(added)):
             keys.unexpected_keys.remove(key)
+
+
+def _why_not_foldable(
+    call: tuple[dict[str, Tensor], dict[str, Any]] | None,
+    kwargs: dict[str, Any],
+    *,
+    per_member: bool,
+) -> str:
+    """Return why a call runs merged, whatever the code of the reference does; "" if it may fold.
+
+    Args:
+        call: Tensor arguments and other arguments by name; None if they are not fixed.
+        kwargs: The keyword arguments among them.
+        per_member: Whether positional tensors have the members as their first axis.
+    """
+    if call is None:
+        return "its arguments are not tensors or plain values with fixed names"
+    if _has_global_hooks():
+        return "a hook of all modules is registered"
+    if per_member and any(isinstance(value, Tensor) for value in kwargs.values()):
+        return "keyword arguments are the same for all members"
+    first, *others = call[0].values()
+    batch_axis = 1 if per_member else 0
+    rows = first.shape[batch_axis] if first.dim() > batch_axis else 0
+    for tensor in others:
+        if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
+            return "its arguments have different numbers of rows"
+    return ""
 
 
 def _argument_names(reference: nn.Module) -> list[str]:
