@@ -203,6 +203,7 @@ def test_regression_compares_squared_errors():
         ({"lr": []}, "empty list"),
         ({"lr": [0.1, -1.0]}, "lr must be a positive number"),
         ({"test": (torch.zeros(4, 3), torch.full((4,), 7))}, "7"),
+        ({"test": (torch.zeros(4, 3), torch.tensor([0, 1, 2, 7]))}, "indices from 0 to 7"),
     ],
 )
 def test_invalid_arguments_are_refused_before_training(change, message):
@@ -220,9 +221,18 @@ def test_invalid_arguments_are_refused_before_training(change, message):
         compare(**arguments)
 
 
+@pytest.mark.parametrize("budget", ["epochs", "compute"])
+def test_arrays_of_any_precision_give_the_result_of_tensors(budget):
+    arrays = [(x.double().numpy(), target.numpy()) for x, target in parts()]
+    arguments = {**ARGUMENTS, "budget": budget}
+    expected = compare(candidates(), *parts(), **arguments)
+    assert compare(candidates(), *arrays, **arguments).differences == expected.differences
+
+
 def test_a_candidate_that_is_no_module_is_refused():
-    with pytest.raises(TypeError, match="got int"):
-        compare({"one": lambda: 3}, *parts(), **ARGUMENTS)
+    for candidate in (3, lambda: 3):
+        with pytest.raises(TypeError, match="got int"):
+            compare({"one": candidate}, *parts(), **ARGUMENTS)
 
 
 @pytest.mark.parametrize("progress", [True, None, False])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from embens import checks, mixtures, uncertainty
+from embens.comparison_folder import open_folder
 from embens.differences import Comparison, paired_differences
 from embens.ensemble import EmbeddedEnsemble
 from embens.evaluation import classification_scores, infer_task, match_shape, run_labelled
@@ -27,6 +28,7 @@ from embens.losses import Criterion, gaussian_nll, ignored_label, logits_of
 from embens.prediction import Prediction, Task
 from embens.training import Checkpoint, Divergence, History, fit
 from embens.training.batches import batches_of, map_tensors
+from embens.training.startup import reading_options
 
 Candidate = nn.Module | Callable[[], nn.Module]
 
@@ -64,7 +66,8 @@ def compare(
         budget: "epochs" trains every candidate for ``epochs`` epochs. "compute" gives all
             candidates the same number of floating-point operations: the most expensive candidate
             is trained for ``epochs`` epochs, the others for proportionally more.
-        folder: Where runs are saved. The same call continues an interrupted comparison.
+        folder: Where runs are saved. The same call continues an interrupted comparison; other
+            candidates or data are refused.
         **options: Further arguments of :func:`embens.fit` for all candidates, such as
             ``batch_size``, ``optimizer`` or ``progress``.
 
@@ -101,6 +104,8 @@ def compare(
     data = {"train": train, "validation": validation, "test": test}
     for name, candidate in candidates.items():
         _check_candidate(name, _build(candidate, seed=0), data, options.get("criterion"))
+    if folder is not None:
+        folder = open_folder(folder, candidates, data)
     epochs_of = dict.fromkeys(candidates, epochs)
     if budget == "compute":
         epochs_of = _equal_compute(candidates, train, epochs)
@@ -143,7 +148,11 @@ def _build(candidate: Candidate, seed: int) -> EmbeddedEnsemble:
     """Return a new ensemble of a candidate; a network becomes an ensemble of one member."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = copy.deepcopy(candidate) if isinstance(candidate, nn.Module) else candidate()
+        module: Any = candidate
+        if isinstance(candidate, nn.Module):
+            module = copy.deepcopy(candidate)
+        elif callable(candidate):
+            module = candidate()
         if isinstance(module, EmbeddedEnsemble):
             return module
         if not isinstance(module, nn.Module):
@@ -163,14 +172,27 @@ def _check_candidate(
 ) -> None:
     """Evaluate one batch of the validation and test data, so that no training is in vain."""
     for part in ("validation", "test"):
-        batch = next(iter(batches_of(data[part], 2, seed=None, name=part).epoch(0)))
+        source = batches_of(data[part], 2, seed=None, name=part, **reading_options(ensemble))
+        batch = next(iter(source.epoch(0)))
         try:
             rows = iter([(*_as_tuple(batch.inputs), batch.target)])
             outputs, target = run_labelled(ensemble, rows)
-            _row_values(outputs, target, criterion)
+            values = _row_values(outputs, target, criterion)
+            if "accuracy" in values and source.tensors is not None:
+                _check_classes(source.tensors[1], classes=outputs.shape[-1])
         except (TypeError, ValueError, RuntimeError) as error:
             error.add_note(f"The candidate is {name!r}, evaluated on the {part} data.")
             raise
+
+
+def _check_classes(target: Tensor, classes: int) -> None:
+    """Raise if a class index of any row is out of range."""
+    smallest, largest = int(target.min()), int(target.max())
+    if smallest < 0 or largest >= classes:
+        raise ValueError(
+            f"target must be class indices from 0 to {classes - 1}, got indices from {smallest} "
+            f"to {largest}."
+        )
 
 
 def _as_tuple(inputs: Any) -> tuple[Any, ...]:
@@ -200,7 +222,7 @@ def _step_cost(ensemble: EmbeddedEnsemble, train: Any) -> int:
     """Return the floating-point operations of a forward and backward pass of a few rows."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    batch = next(iter(batches_of(train, 8, seed=None).epoch(0)))
+    batch = next(iter(batches_of(train, 8, seed=None, **reading_options(ensemble)).epoch(0)))
     device = next(ensemble.parameters()).device
     args, kwargs = ensemble.bind(map_tensors(lambda tensor: tensor.to(device), batch.inputs))
     with FlopCounterMode(display=False) as counter:

@@ -110,7 +110,7 @@ def read_data(
     """
     if world.size > 1 and options.batch == "split":
         raise ValueError('Batches("split") needs one process; use Batches("own").')
-    reading = _reading_options(ensemble)
+    reading = reading_options(ensemble)
     members = ensemble.members if options.batch == "own" else None
     train_batches = batches_of(
         train, batch_size, seed=seed, members=members, world=world, **reading
@@ -121,7 +121,7 @@ def read_data(
     return train_batches, validation_batches
 
 
-def _reading_options(ensemble: EmbeddedEnsemble) -> dict[str, Any]:
+def reading_options(ensemble: EmbeddedEnsemble) -> dict[str, Any]:
     """Return the options of ``batches_of`` that depend on an ensemble."""
     counts = count_inputs(ensemble.reference.forward)
     return {"counts": counts, "dtype": floating_dtype(ensemble)}
@@ -142,7 +142,7 @@ def cache_features(
         The last layers as an ensemble; the training data; the validation data or None.
     """
     heads, layer = separate_heads(ensemble)
-    reading = _reading_options(ensemble)
+    reading = reading_options(ensemble)
     source = batches_of(train, batch_size, seed=None, **reading)
     train = compute_features(ensemble, heads, layer, source)
     if validation is not None:
