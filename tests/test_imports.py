@@ -29,7 +29,7 @@ ORDER = (
     ["prediction"],
     ["inference"],
     ["training"],
-    ["finite", "evaluation"],
+    ["finite", "evaluation", "comparison_folder"],
     ["comparison"],
     ["tabular"],
 )
