@@ -1,6 +1,7 @@
 """What a traced graph depends on besides its inputs."""
 
 import itertools
+import logging
 import operator
 import os
 import threading
@@ -90,6 +91,8 @@ def test_a_guard_ignores_what_the_code_never_names():
         (lambda x: x * next(NUMBERS), "an object of type 'list_iterator'"),
         (lambda x: x * ARRAY[0], "an object of type 'ndarray'"),
         (lambda x: x * BYTES[0], "an object of type 'bytearray'"),
+        (lambda x: x * torch.initial_seed(), "calls 'initial_seed'"),
+        (lambda x: x * torch.random.initial_seed(), "calls 'initial_seed'"),
     ],
 )
 def test_code_that_depends_on_the_world_is_unwatchable(run, reason):
@@ -129,3 +132,53 @@ def test_a_guard_notices_global_and_class_variables(monkeypatch):
     guard = Guard(Scaled())
     monkeypatch.setattr(Scaled, "offset", 1.0)
     assert not guard.holds()
+
+
+LOGGER = logging.getLogger("embens.test_guards")
+
+
+class Meta(type):
+    scale = 1.0
+
+    @property
+    def factor(cls):
+        return cls.scale
+
+
+class WithMeta(Scaled, metaclass=Meta):
+    def forward(self, x):
+        return super().forward(x) * type(self).factor
+
+
+def test_a_guard_notices_the_level_of_a_logger():
+    module = Scaled()
+    module.run = lambda x: x if LOGGER.isEnabledFor(logging.DEBUG) else -x
+    guard = Guard(module)
+    assert guard.holds()
+    level = LOGGER.parent.level
+    LOGGER.parent.setLevel(logging.DEBUG)
+    try:
+        assert "the logger 'embens.test_guards'" in guard.change()
+    finally:
+        LOGGER.parent.setLevel(level)
+
+
+def test_a_guard_notices_what_a_property_of_a_metaclass_reads(monkeypatch):
+    guard = Guard(WithMeta())
+    assert guard.holds()
+    monkeypatch.setattr(Meta, "scale", 2.0)
+    assert not guard.holds()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("set_float32_matmul_precision", "high"), ("set_default_device", "meta")],
+)
+def test_a_guard_notices_settings_of_torch(setting, value):
+    before = getattr(torch, setting.replace("set_", "get_"))()
+    guard = Guard(Scaled())
+    getattr(torch, setting)(value)
+    try:
+        assert not guard.holds()
+    finally:
+        getattr(torch, setting)(before if setting != "set_default_device" else None)

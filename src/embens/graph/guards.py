@@ -15,7 +15,15 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GenericAlias,
+    MethodType,
+    ModuleType,
+    UnionType,
+)
 from typing import Any
 
 import torch
@@ -53,6 +61,10 @@ _TYPE_ATTRIBUTES = frozenset(
 """Attributes and functions that show that a traced value is not a tensor."""
 
 
+_SEED_QUERIES = frozenset("initial_seed get_rng_state".split())
+"""Functions of torch that read a random generator; a trace would keep their result."""
+
+
 _ANY_NAME = frozenset("__dict__ __getattribute__ attrgetter getattr_static".split())
 """Attributes with which code reads attributes whose names it makes while it runs."""
 
@@ -70,7 +82,7 @@ _METHODS_IN_C = (type(list.append), type(list.__add__), type([].__add__), type(t
 
 _FIXED = (
     *(Tensor, torch.fx.Proxy, torch.Generator, torch.memory_format, torch.layout),
-    *(ModuleType, slice, range, type(Ellipsis), logging.Logger, type(threading.Lock())),
+    *(ModuleType, slice, range, type(Ellipsis), type(threading.Lock()), GenericAlias, UnionType),
     *_METHODS_IN_C,
 )
 """Types that are compared by identity. Values of tensors are inputs of a graph, or refused."""
@@ -85,11 +97,16 @@ class Unwatchable(Exception):
 
 def torch_state() -> tuple[Any, ...]:
     """Return global settings of torch that code may look at."""
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return (
         torch.get_default_dtype(),
+        torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.get_float32_matmul_precision(),
         torch.get_num_threads(),
+        is_distributed,
     )
 
 
@@ -101,13 +118,16 @@ class Guard:
 
     Args:
         root: The network.
+        strict: Whether code that may read values whose changes cannot be seen is an error.
+            Otherwise such values are not watched, and neither is the code of installed packages.
 
     Raises:
         Unwatchable: If the code may read values whose changes cannot be seen.
     """
 
-    def __init__(self, root: nn.Module):
+    def __init__(self, root: nn.Module, *, strict: bool = True):
         self.root = root
+        self.strict = strict
         self.names = {"forward"}  # names that occur in the code, as variables or as attributes
         self.loaded: set[str] = set()  # those that the code reads, not only assigns
         self.reads_any_name = False  # whether the code makes names while it runs
@@ -134,6 +154,9 @@ class Guard:
         for generator, state in self.generators:
             if generator_state(generator) != state:
                 return "the state of a random generator"
+        for logger, level in self.loggers:
+            if logger.getEffectiveLevel() != level:
+                return f"the level of the logger {logger.name!r}"
         if torch_state() != self.torch_state:
             return "a setting of torch"
         return ""
@@ -156,6 +179,7 @@ class Guard:
         self.attributes: list[tuple[Any, str, Any]] = []  # objects, names and values
         self.contents: list[tuple[Any, Any]] = []  # containers and copies of their contents
         self.generators: list[tuple[Any, Any]] = []  # random generators and their states
+        self.loggers: list[tuple[logging.Logger, int]] = []  # loggers and their levels
         self.visited: dict[int, Any] = {}  # objects are kept alive, so that no id is used twice
         self.queue: deque[Any] = deque()
         modules = list(self.root.modules())
@@ -169,6 +193,10 @@ class Guard:
         while self.queue:
             self._visit(self.queue.popleft())
 
+    def _refuse(self, reason: str) -> None:
+        if self.strict:
+            raise Unwatchable(reason)
+
     def _is_read(self, name: Any) -> bool:
         return self.reads_any_name or name in self.names
 
@@ -176,7 +204,8 @@ class Guard:
         if isinstance(value, PLAIN) or id(value) in self.visited:
             return
         if len(self.visited) > MOST_OBJECTS:
-            raise Unwatchable(f"its code reaches more than {MOST_OBJECTS} objects")
+            self._refuse(f"its code reaches more than {MOST_OBJECTS} objects")
+            return
         self.visited[id(value)] = value
         self.queue.append(value)
 
@@ -187,12 +216,15 @@ class Guard:
         if state is not None:
             self.generators.append((value, state))
             return
+        if isinstance(value, logging.Logger):
+            self.loggers.append((value, value.getEffectiveLevel()))
+            return
         if any(value is query for query in _TYPE_QUERIES):
-            raise Unwatchable(f"its code calls {value.__name__!r} by another name")
+            self._refuse(f"its code calls {value.__name__!r} by another name")
         if isinstance(value, functools.singledispatchmethod):
-            raise Unwatchable("its code chooses methods by the types of values")
+            self._refuse("its code chooses methods by the types of values")
         if isinstance(value, FunctionType) and value.__name__ in _TYPE_ATTRIBUTES:
-            raise Unwatchable(f"its code calls {value.__name__!r}")
+            self._refuse(f"its code calls {value.__name__!r}")
         if isinstance(value, FunctionType):
             self._visit_function(value)
         elif isinstance(value, BuiltinFunctionType):
@@ -207,7 +239,8 @@ class Guard:
 
     def _visit_builtin(self, function: BuiltinFunctionType) -> None:
         """Visit the object of a method in C, or look at a builtin with another name."""
-        _refuse_package(function.__module__ or "builtins")
+        if self._is_foreign(function.__module__ or "builtins"):
+            return
         if function.__self__ is builtins:
             self._note_builtin(function.__name__)
         else:
@@ -215,7 +248,7 @@ class Guard:
 
     def _note_builtin(self, name: str) -> None:
         if name in _BLIND_FUNCTIONS:
-            raise Unwatchable(f"its code calls {name!r}")
+            self._refuse(f"its code calls {name!r}")
         if name == "getattr":
             self.reads_any_name = True
 
@@ -241,21 +274,23 @@ class Guard:
                 self.attributes.append((value, name, item))
                 self._push(item)
         if has_hidden_state(value):
-            raise Unwatchable(f"its code may read an object of type {type(value).__name__!r}")
+            self._refuse(f"its code may read an object of type {type(value).__name__!r}")
         is_known = is_container or hasattr(value, "__dict__") or attributes
         package = type(value).__module__.partition(".")[0]
         if not is_known and package not in _LIBRARIES:
-            raise Unwatchable(f"its code may read an object of type {type(value).__name__!r}")
+            self._refuse(f"its code may read an object of type {type(value).__name__!r}")
         self._push(type(value))
 
     def _visit_class(self, cls: type) -> None:
         """Watch what the code may read of a class, and visit its methods."""
+        if type(cls) is not type:
+            self._push(type(cls))  # properties of a metaclass are read from the class
         for parent in cls.__mro__:
             package = parent.__module__.partition(".")[0]
             if package in _LIBRARIES:
                 continue
-            if package != "types":
-                _refuse_package(package)
+            if package != "types" and self._is_foreign(package):
+                continue
             entries = vars(parent)
             for name in self.names - entries.keys():
                 self.variables.append((entries, name, _MISSING))
@@ -268,9 +303,8 @@ class Guard:
     def _visit_function(self, function: FunctionType) -> None:
         """Watch the variables of a function, and visit what they hold."""
         package = (function.__module__ or "").partition(".")[0]
-        if package in _LIBRARIES:
+        if package in _LIBRARIES or self._is_foreign(package):
             return
-        _refuse_package(package)
         self.namespaces[id(function.__globals__)] = function.__globals__
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             value = getattr(function, name)
@@ -298,17 +332,20 @@ class Guard:
             if instruction.opname == "IS_OP":  # ``if x is None`` has another name
                 self.compares_identity = True
             if instruction.opname == "MATCH_CLASS":
-                raise Unwatchable("its code matches the types of values")
+                self._refuse("its code matches the types of values")
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 self._visit_variable(namespace, instruction.argval, code.co_names)
             elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                raise Unwatchable(f"its code changes the global variable {instruction.argval!r}")
+                self._refuse(f"its code changes the global variable {instruction.argval!r}")
+                self._visit_variable(namespace, instruction.argval, code.co_names)
             elif instruction.opname == "IMPORT_NAME":
                 self._visit_package(sys.modules.get(instruction.argval), code.co_names)
 
     def _note_attribute(self, name: str) -> None:
         if name in _TYPE_ATTRIBUTES:
-            raise Unwatchable(f"its code reads {name!r}")
+            self._refuse(f"its code reads {name!r}")
+        if name in _SEED_QUERIES:
+            self._refuse(f"its code calls {name!r}")
         self.loaded.add(name)
         self.compares_identity = self.compares_identity or name in ("is_", "is_not")
         self.reads_any_name = self.reads_any_name or name in _ANY_NAME
@@ -326,13 +363,27 @@ class Guard:
         else:
             self._push(value)
 
+    def _is_foreign(self, name: str) -> bool:
+        """Return whether the code of a package is not watched.
+
+        Packages of Python may depend on time or files. Other installed packages are large.
+        """
+        root = name.partition(".")[0]
+        if root in _LIBRARIES or root == "__main__":
+            return False
+        if root in sys.stdlib_module_names:
+            self._refuse(f"its code uses the module {root!r}")
+            return True
+        return not self.strict and _is_installed(root)
+
     def _visit_package(self, package: ModuleType | None, attributes: Iterable[str]) -> None:
         """Watch the variables of a Python module that code with some attributes may read."""
         if package is builtins:
-            raise Unwatchable("its code uses the module 'builtins'")
+            self._refuse("its code uses the module 'builtins'")
         if package is None or package.__name__.partition(".")[0] in _LIBRARIES:
             return
-        _refuse_package(package.__name__.partition(".")[0])
+        if self._is_foreign(package.__name__):
+            return
         attributes = tuple(attributes)
         key = id(package) ^ hash(attributes)
         if key not in self.visited:
@@ -342,11 +393,9 @@ class Guard:
                     self._visit_variable(vars(package), name, attributes)
 
 
-def _refuse_package(name: str) -> None:
-    """Refuse code of Python's standard library that may depend on time, files and the like."""
-    root = name.partition(".")[0]
-    if root in sys.stdlib_module_names and root not in _LIBRARIES and root != "__main__":
-        raise Unwatchable(f"its code uses the module {root!r}")
+def _is_installed(package: str) -> bool:
+    path = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in path or "dist-packages" in path
 
 
 def _function_of(value: Any) -> Any:
