@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from embens.ensemble.changes import BufferChange, StateGuard
 from embens.ensemble.copies import Attributes, MemberCopy, parametrized_names, structure_of
+from embens.ensemble.outside import OutsideState
 from embens.ensemble.separation import separate_buffer
-from embens.graph.reading import copy_module
+from embens.graph.reading import copy_module, has_user_code
 from embens.graph.snapshots import PLAIN, attributes_of
 from embens.modes import constant_when_compiled
 from embens.sites import EnsembleSpec, Layer, modulate
@@ -127,6 +128,7 @@ class MergedExecutor:
         self.reference_attributes: Attributes | None = None
         self.is_noted = True  # whether attributes that the code has changed are noted
         self.changed_names: set[str] = set()  # attributes that the user's code has changed
+        self.outside: OutsideState | None = None  # None: the code is that of torch
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
@@ -165,6 +167,8 @@ class MergedExecutor:
         attributes = self.member_attributes()
         self.ensemble.refresh_layers()
         self.copies = [MemberCopy(self.ensemble) for _ in range(self.ensemble.members)]
+        if has_user_code(self.ensemble.reference):
+            self.outside = OutsideState(self.ensemble.reference)
         self.reference_attributes = Attributes(self.ensemble.reference)
         for copied, member_attributes in zip(self.copies, attributes, strict=True):
             copied.set_attributes(member_attributes)
@@ -251,8 +255,12 @@ class MergedExecutor:
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
             guard = StateGuard(copied, compare=a == 0)
+            outside = self.outside if a == 0 else None
+            marks = {} if outside is None else outside.marks()
             outputs = self._call(copied.module, args, kwargs)
             guard.check()
+            if outside is not None:
+                outside.warn_about_changes(marks)
             for name, buffer in guard.store_buffers(tensors).items():
                 self._replace_buffer(a, name, buffer, values)
             for change in guard.buffer_changes():

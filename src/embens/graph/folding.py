@@ -153,23 +153,25 @@ def _trace(
         change = state.change()
         if not change:
             change = guard.change()
-            _warn_about_shared_state(change)
+            # Dictionaries and sets are often caches, whose changes do no harm.
+            is_harmless = change.startswith(("a dict", "a set", "the state of a random"))
+            if change and not is_harmless:
+                warn_about_shared_state(change)
         if change:
             raise Unfoldable(f"its code changes {change!r}")
     return graph
 
 
-def _warn_about_shared_state(change: str) -> None:
+def warn_about_shared_state(change: str) -> None:
     """Warn of a change outside of the modules, such as that of a global counter.
 
-    Dictionaries and sets are often caches, whose changes do no harm.
+    Args:
+        change: What has changed.
     """
-    is_harmless = change.startswith(("a dict", "a set", "the state of a random"))
-    if change and not is_harmless:
-        warn(
-            f"the forward of the reference changes {change!r} outside of its modules, so all "
-            "members share it. Keep what changes in attributes or buffers of the modules."
-        )
+    warn(
+        f"the forward of the reference changes {change!r} outside of its modules, so all "
+        "members share it. Keep what changes in attributes or buffers of the modules."
+    )
 
 
 def _refuse_modules(root: nn.Module) -> None:

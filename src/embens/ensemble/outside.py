@@ -1,0 +1,74 @@
+"""State outside of the modules that a forward changes, such as a global counter.
+
+All members share it, as separate networks in one process would. A global counter then counts the
+passes of all members, which is rarely meant, so such a change is a warning.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from embens.graph.folding import warn_about_shared_state
+from embens.graph.guards import Guard
+from embens.graph.snapshots import MOST_OBJECTS, PLAIN, Same, SameTensor
+
+
+class OutsideState:
+    """Global variables, class attributes, closures and other objects that a forward may change.
+
+    Args:
+        reference: The network.
+    """
+
+    def __init__(self, reference: nn.Module):
+        self.guard = Guard(reference, strict=False)
+        self.reported: set[str] = set()
+
+    def marks(self) -> dict[tuple[int, Any], tuple[str, Any]]:
+        """Return a description and a mark of every value; the mark differs if the value changes."""
+        marks = {}
+        for owner, key, description, mark in self._marks():
+            marks[id(owner), key] = description, mark
+        return marks
+
+    def warn_about_changes(self, before: dict[tuple[int, Any], tuple[str, Any]]) -> None:
+        """Warn of values that have changed. New values are often entries of a cache, and are not.
+
+        Args:
+            before: What :meth:`marks` returned before the pass.
+        """
+        for key, (description, mark) in self.marks().items():
+            is_changed = key in before and before[key][1] != mark
+            if is_changed and description not in self.reported:
+                self.reported.add(description)
+                warn_about_shared_state(description)
+
+    def _marks(self) -> Iterator[tuple[Any, Any, str, Any]]:
+        """Yield owner, key, description and mark of every value."""
+        for namespace, name, _ in self.guard.variables:
+            if name in namespace:
+                yield namespace, name, name, _mark(namespace[name])
+        for owner, name, _ in self.guard.attributes:
+            if hasattr(owner, name):
+                owner_name = getattr(owner, "__name__", type(owner).__name__)
+                yield owner, name, f"{owner_name}.{name}", _mark(getattr(owner, name))
+        for container, _ in self.guard.contents:
+            if len(container) > MOST_OBJECTS:
+                continue  # a table of data
+            if isinstance(container, dict):
+                for key, item in list(container.items()):
+                    yield container, key, f"entry {key!r:.50} of a dictionary", _mark(item)
+            elif isinstance(container, (list, deque)):
+                marks = [_mark(item) for item in container]
+                yield container, None, f"a {type(container).__name__}", marks
+
+
+def _mark(value: Any) -> Any:
+    """Return an object that differs from earlier ones if a variable or its tensor has changed."""
+    if isinstance(value, Tensor):
+        return SameTensor(value)
+    if isinstance(value, PLAIN):
+        return type(value), value
+    return Same(value)
