@@ -20,6 +20,11 @@ def change_version(module):
         module[0].bias.add_(1)
 
 
+def _ring(shift):
+    """Return a matrix whose sums along and across the rows do not depend on the shift."""
+    return torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])[[shift, 1 - shift, 2]]
+
+
 CHANGES = {
     "changes its parameter '0.bias'": [
         change_version,
@@ -31,6 +36,7 @@ CHANGES = {
     "changes its parameter '0.weight'": [
         lambda module: module[0].weight.data.copy_(module[0].weight.data.flip(0)),
         lambda module: module[0].weight.data.copy_(module[0].weight.data.flip(1)),
+        lambda module: module[0].weight.data.copy_(_ring(1)),
     ],
     "registers the parameter '1.late'": [
         lambda module: module[1].register_parameter("late", nn.Parameter(torch.zeros(1)))
@@ -52,7 +58,9 @@ def test_gradients_that_a_pass_erases_are_refused_by_name(copied, to_none):
     give_gradients(copied.module[0])
     guard = StateGuard(copied, compare=True)
     guard.check()
-    copied.module.zero_grad(set_to_none=to_none)
+    for parameter in copied.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = None if to_none else torch.zeros_like(parameter)
     with pytest.raises(RuntimeError, match=r"erases the gradient of '0\.weight'"):
         guard.check()
 
@@ -88,6 +96,33 @@ def test_a_forward_that_erases_gradients_of_other_members_is_refused():
         ensemble.backward(x, torch.zeros(6, 3))
 
 
+class ErasingOneLayer(nn.Module):
+    """A network that erases the gradients of a layer whose weight is computed for each member."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        self.b.zero_grad()
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def test_zero_grad_of_a_modulated_layer_is_refused_once_there_are_gradients():
+    x, y = torch.randn(6, 4), torch.zeros(6, 3)
+    ensemble = embens.batch_ensemble(ErasingOneLayer(), 3)
+    outputs = ensemble(x)
+    for a in range(3):
+        torch.testing.assert_close(outputs[a], ensemble.member(a)(x))
+    embens.objective(outputs, y).backward()
+    for call in (lambda: ensemble(x), lambda: ensemble.backward(x, y)):
+        with pytest.raises(RuntimeError, match=r"calls zero_grad\(\)"):
+            call()
+    ensemble.zero_grad()
+    with pytest.raises(RuntimeError, match=r"calls zero_grad\(\)"):
+        ensemble.backward(x, y)  # the second member would erase the gradients of the first
+
+
 class Swapping(nn.Module):
     """A network that swaps the rows of a weight at a later pass."""
 
@@ -113,6 +148,9 @@ def test_parameters_are_compared_at_every_pass():
 
 @pytest.mark.parametrize(("change", "message"), CASES)
 def test_changes_are_refused_by_name(copied, change, message):
+    with torch.no_grad():
+        copied.module[0].weight.copy_(_ring(0))
+        copied.module[0].bias.copy_(torch.arange(3.0))
     guard = StateGuard(copied, compare=True)
     guard.check()
     change(copied.module)

@@ -217,17 +217,25 @@ def mark_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Return sums along and across the rows of a tensor, which show any change of its values.
+    """Return sums along and across the rows of a tensor, which show a change of its values.
 
-    They take much less memory than a copy. Tensors of one axis are small and copied.
+    They take much less memory than a copy. Weights that depend on the column show rows whose
+    entries change places. Tensors of one axis, and integers, are copied.
     """
     value = tensor.detach()
     if value.is_complex():
         value = torch.view_as_real(value)
-    if value.dim() < 2:
+    if value.dim() < 2 or not value.is_floating_point():
         return value.clone()
     rows = value.flatten(1)
-    return torch.cat([rows.sum(0, dtype=torch.float64), rows.sum(1, dtype=torch.float64)])
+    columns = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device)
+    return torch.cat(
+        [
+            rows.sum(0, dtype=torch.float64),
+            rows.sum(1, dtype=torch.float64),
+            torch.mv(rows, torch.cos(columns).to(rows.dtype)).double(),
+        ]
+    )
 
 
 def _is_equal(left: Tensor, right: Tensor) -> bool:

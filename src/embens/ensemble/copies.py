@@ -6,7 +6,7 @@ reference are passed on to all copies.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,9 @@ class MemberCopy:
         for name in {site.layer for site in ensemble.spec.sites}:
             if not ensemble.layers[name].mergeable:
                 self._scale_by_hooks(ensemble.layers[name])
+        if not plain:
+            for prefix, _, copied in self.pairs:
+                vars(copied)["zero_grad"] = _refuse_erasing(ensemble, prefix)
         self.held_parameters = self._find_held_parameters()
         self.initial = Attributes(self.module)
         self.changed: dict[tuple[str, str], Any] = {}  # attributes that the member's code has set
@@ -297,6 +300,27 @@ class MemberCopy:
 
         module.register_forward_pre_hook(scale_input)
         module.register_forward_hook(scale_output)
+
+
+def _refuse_erasing(ensemble: "EmbeddedEnsemble", prefix: str) -> Callable[..., None]:
+    """Return a method ``zero_grad`` for a copy, whose weights are computed and have no gradients.
+
+    Args:
+        ensemble: The ensemble, whose parameters have the gradients.
+        prefix: Beginning of the names of the parameters of the module.
+    """
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        parameters = dict(ensemble.reference.named_parameters())
+        parameters |= ensemble.individual.tensors()
+        for name, parameter in parameters.items():
+            if name.startswith(prefix) and parameter.grad is not None:
+                raise RuntimeError(
+                    "the forward of the reference calls zero_grad(), which would erase the "
+                    f"gradient of {name!r}. Call zero_grad() outside of the forward."
+                )
+
+    return zero_grad
 
 
 def is_transformed() -> bool:
