@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import ARCHITECTURES
-from finite.jacobians import (
-    build,
-    flat_outputs,
-)
+from finite.jacobians import build, find_architecture, flat_outputs
 
 import embens
 from embens import finite, networks
@@ -49,7 +46,7 @@ def test_the_covariance_of_a_plain_linear_layer_uses_the_mean_squares_of_its_wei
 
 
 def test_other_networks_average_over_outputs():
-    architecture = next(a for a in ARCHITECTURES if a.name == "conv1d")
+    architecture = find_architecture("conv1d")
     ensemble, x = build(architecture, "batch_ensemble")
     f = flat_outputs(ensemble, x)
     expected = torch.einsum("aik,bjk->abij", f, f) / f.shape[2]

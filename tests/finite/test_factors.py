@@ -50,24 +50,30 @@ def sample_gradients(layer: nn.Module, x: Tensor, cotangent: Tensor) -> dict[str
 @pytest.mark.parametrize("name", LAYERS)
 def test_factors_multiply_to_the_gradients_of_autograd(name):
     make, shape = LAYERS[name]
-    layer, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    layer = make().double()
+    x = torch.randn(shape, dtype=torch.float64)
     cotangent = torch.randn_like(layer(x))
     expected = sample_gradients(layer, x, cotangent)
+
     use = WeightUse(layer, x, cotangent[None])
-    built = torch.einsum("bkpc,bpf->bcf", use.outputs(2), use.inputs(2))
-    built = built.flatten(1) * parameter_scale(layer, "weight")
-    # Patches have their channels last, so the order of the numbers differs.
-    weight = expected["weight"].sort().values
-    torch.testing.assert_close(built.sort().values, weight)
+    products = torch.einsum("bkpc,bpf->bcf", use.outputs(2), use.inputs(2))
+    weight = products.flatten(1) * parameter_scale(layer, "weight")
     bias = channel_rows(layer, cotangent[None], 2)[:, 0] * parameter_scale(layer, "bias")
+
+    # Patches have their channels last, so the order of the weights differs.
+    torch.testing.assert_close(weight.sort().values, expected["weight"].sort().values)
     torch.testing.assert_close(bias, expected["bias"])
 
 
 def test_modulations_scale_both_factors():
     layer = nn.Conv2d(3, 4, 3).double()
-    x, u, v = torch.randn(2, 3, 5, 5).double(), torch.randn(3).double(), torch.randn(4).double()
-    cotangent = torch.randn(1, 2, 4, 3, 3).double()
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    u = torch.randn(3, dtype=torch.float64)
+    v = torch.randn(4, dtype=torch.float64)
+    cotangent = torch.randn(1, 2, 4, 3, 3, dtype=torch.float64)
+
     use = WeightUse(layer, x, cotangent, post=u, pre=v)
+
     scaled = WeightUse(layer, x * u[:, None, None], cotangent * v[:, None, None])
     torch.testing.assert_close(use.inputs(2), scaled.inputs(2))
     torch.testing.assert_close(use.outputs(2), scaled.outputs(2))
@@ -76,13 +82,16 @@ def test_modulations_scale_both_factors():
 @pytest.mark.parametrize("name", NORMS)
 def test_rows_of_norm_layers_are_the_gradients_of_autograd(name):
     make, shape = NORMS[name]
-    layer, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    layer = make().double()
+    x = torch.randn(shape, dtype=torch.float64)
     cotangent = torch.randn(shape, dtype=torch.float64)
     expected = sample_gradients(layer, x, cotangent)
-    rows = norm_rows(layer, (cotangent * normalize(layer, x))[None], 2)[:, 0]
-    torch.testing.assert_close(rows, expected["weight"])
+
+    weight_rows = norm_rows(layer, (cotangent * normalize(layer, x))[None], 2)[:, 0]
+    torch.testing.assert_close(weight_rows, expected["weight"])
     if "bias" in expected:
-        torch.testing.assert_close(norm_rows(layer, cotangent[None], 2)[:, 0], expected["bias"])
+        bias_rows = norm_rows(layer, cotangent[None], 2)[:, 0]
+        torch.testing.assert_close(bias_rows, expected["bias"])
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,52 @@ from torch import nn
 import embens
 from embens import laws
 from embens.finite import diagnose
+from embens.finite.diagnosis import Diagnosis, Finding
 from embens.finite.findings import CHECKS, ignores_gradient_scale, optimizer_class
+from embens.finite.geometry import off_diagonal
 
 
-def codes(ensemble: embens.EmbeddedEnsemble, **kwargs) -> list[str]:
+def reported_codes(ensemble: embens.EmbeddedEnsemble, **kwargs) -> list[str]:
     image = any(isinstance(module, nn.Conv2d) for module in ensemble.modules())
     x, y = (IMAGES, LABELS) if image else (X, Y)
     report = diagnose(ensemble, x, y, **kwargs)
     return [finding.code for finding in report.warnings]
 
 
-def decayed(ensemble: embens.EmbeddedEnsemble) -> torch.optim.Optimizer:
+def sgd_with_decay(ensemble: embens.EmbeddedEnsemble) -> torch.optim.Optimizer:
     return torch.optim.SGD(ensemble.parameters(), lr=0.1, weight_decay=1e-4)
 
 
-def grouped(ensemble: embens.EmbeddedEnsemble) -> torch.optim.Optimizer:
+def sgd_with_groups(ensemble: embens.EmbeddedEnsemble) -> torch.optim.Optimizer:
     return torch.optim.SGD(ensemble.parameter_groups(lr=0.1, weight_decay=1e-4))
+
+
+def repelling_members() -> embens.EmbeddedEnsemble:
+    law = laws.Correlated(-1 / 8)
+    return embens.embed(mlp(), 8, pre=None, post=law, generator=seeded())
+
+
+def network_with_norm() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(12, 16),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        nn.Linear(16, 16),
+        nn.ReLU(),
+        nn.Linear(16, 4),
+    )
+
+
+def with_values_of_the_first_member(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
+    with torch.no_grad():
+        for values in ensemble.individual_parameters():
+            values.copy_(values[:1].expand_as(values))
+    return ensemble
+
+
+def with_frozen_bias(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
+    ensemble.reference[4].bias.requires_grad_(False)
+    return ensemble
 
 
 HEALTHY = {
@@ -44,7 +74,7 @@ HEALTHY = {
     "separate networks": lambda: embens.independent(mlp(), 4, generator=seeded()),
     "masksembles": lambda: embens.masksembles(mlp(), 8, generator=seeded()),
     "disjoint masks": lambda: embens.mc_dropout(mlp(), 4, laws.Disjoint(), generator=seeded()),
-    "repelling members": lambda: repelling(),
+    "repelling members": repelling_members,
     "one member": lambda: batch_ensemble(members=1),
 }
 
@@ -52,7 +82,7 @@ HEALTHY = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_ensemble_has_no_findings(name):
     ensemble = HEALTHY[name]()
-    assert codes(ensemble, optimizer=grouped(ensemble)) == []
+    assert reported_codes(ensemble, optimizer=sgd_with_groups(ensemble)) == []
 
 
 PROBLEMS = [
@@ -63,7 +93,7 @@ PROBLEMS = [
     ),
     ("equal-members", lambda: embens.masksembles(mlp(), 8, overlap=1.0), {}),
     ("equal-members", lambda: embens.mc_dropout(mlp(), 8, laws.Correlated(1.0)), {}),
-    ("shifted-laws", lambda: repelling(), {"wanted": "independent"}),
+    ("shifted-laws", repelling_members, {"wanted": "independent"}),
     ("shifted-laws", lambda: embens.masksembles(mlp(), 8), {"wanted": "independent"}),
     ("equal-members", lambda: batch_ensemble(p=1.0), {}),
     ("equal-members", lambda: batch_ensemble(p=-1.0), {}),
@@ -75,8 +105,8 @@ PROBLEMS = [
     ("equal-members", lambda: embens.mc_dropout(mlp(), 4, laws.Bernoulli(1.0), fresh=True), {}),
     ("equal-members", lambda: embens.last_layer_dropout(mlp(), 4, laws.Normal(1.0, 0.0)), {}),
     ("equal-members", lambda: embens.embed(cnn(), 4, None, laws.Constant(), sites="all"), {}),
-    ("equal-members", lambda: embens.batch_ensemble(normed(), 4, p=1.0), {}),
-    ("equal-members", lambda: levelled(batch_ensemble()), {}),
+    ("equal-members", lambda: embens.batch_ensemble(network_with_norm(), 4, p=1.0), {}),
+    ("equal-members", lambda: with_values_of_the_first_member(batch_ensemble()), {}),
     ("shifted-laws", lambda: batch_ensemble(p=0.5), {"wanted": "independent"}),
     (
         "uncentred-last-layer",
@@ -109,7 +139,7 @@ PROBLEMS = [
     ),
     ("large-gamma", lambda: batch_ensemble(p=0.99), {"gamma": 8.0}),
     ("large-gamma", lambda: batch_ensemble(p=0.99), {"gamma": lambda members: members}),
-    ("decayed-modulations", batch_ensemble, {"optimizer": decayed}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": sgd_with_decay}),
     ("cancelled-gamma", batch_ensemble, {"optimizer": "Adam"}),
     ("cancelled-gamma", batch_ensemble, {"optimizer": "SparseAdam"}),
     ("cancelled-gamma", batch_ensemble, {"optimizer": torch.optim.RMSprop, "gamma": 3.0}),
@@ -121,7 +151,7 @@ PROBLEMS = [
 
 FINE = [
     ("equal-members", lambda: embens.masksembles(mlp(), 8, generator=seeded()), {}),
-    ("large-gamma", lambda: repelling(), {}),
+    ("large-gamma", repelling_members, {}),
     ("equal-members", lambda: batch_ensemble(p=0.99), {}),
     ("equal-members", lambda: embens.mc_dropout(mlp(), 4, laws.Bernoulli(0.9), fresh=True), {}),
     ("equal-members", lambda: batch_ensemble(p=1.0, members=1), {}),
@@ -137,7 +167,7 @@ FINE = [
     ),
     ("shared-output-bias", batch_ensemble, {}),
     ("shared-output-bias", lambda: batch_ensemble(p=0.5, bias_std=0.5), {}),
-    ("shared-output-bias", lambda: frozen_bias(batch_ensemble(bias_std=0.5)), {}),
+    ("shared-output-bias", lambda: with_frozen_bias(batch_ensemble(bias_std=0.5)), {}),
     ("input-modulations", lambda: embens.embed(cnn(), 4, generator=seeded()), {}),
     (
         "input-modulations",
@@ -158,12 +188,12 @@ FINE = [
     ("crowded-last-layer", lambda: embens.mc_dropout(mlp(), 64, laws.Normal(), fresh=False), {}),
     ("large-gamma", lambda: batch_ensemble(p=0.99), {"gamma": 1}),
     ("large-gamma", batch_ensemble, {"gamma": 8}),
-    ("decayed-modulations", batch_ensemble, {"optimizer": grouped}),
-    ("decayed-modulations", lambda: embens.mc_dropout(mlp(), 4), {"optimizer": decayed}),
+    ("decayed-modulations", batch_ensemble, {"optimizer": sgd_with_groups}),
+    ("decayed-modulations", lambda: embens.mc_dropout(mlp(), 4), {"optimizer": sgd_with_decay}),
     (
         "decayed-modulations",
         lambda: embens.independent(mlp(), 4, generator=seeded()),
-        {"optimizer": decayed},
+        {"optimizer": sgd_with_decay},
     ),
     ("cancelled-gamma", batch_ensemble, {"optimizer": "SGD"}),
     ("cancelled-gamma", batch_ensemble, {"optimizer": torch.optim.Adam, "gamma": 1.0}),
@@ -174,36 +204,12 @@ FINE = [
 ]
 
 
-def repelling() -> embens.EmbeddedEnsemble:
-    law = laws.Correlated(-1 / 8)
-    return embens.embed(mlp(), 8, pre=None, post=law, generator=seeded())
-
-
-def normed() -> nn.Sequential:
-    return nn.Sequential(
-        *(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU()),
-        *(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)),
-    )
-
-
-def levelled(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
-    with torch.no_grad():
-        for values in ensemble.individual_parameters():
-            values.copy_(values[:1].expand_as(values))
-    return ensemble
-
-
-def frozen_bias(ensemble: embens.EmbeddedEnsemble) -> embens.EmbeddedEnsemble:
-    ensemble.reference[4].bias.requires_grad_(False)
-    return ensemble
-
-
-def called(make, options: dict) -> list[str]:
+def reported_codes_of_case(make, options: dict) -> list[str]:
     ensemble = make()
     options = dict(options)
-    if options.get("optimizer") in (decayed, grouped):
+    if options.get("optimizer") in (sgd_with_decay, sgd_with_groups):
         options["optimizer"] = options["optimizer"](ensemble)
-    return codes(ensemble, **options)
+    return reported_codes(ensemble, **options)
 
 
 def case_name(value: object) -> str | None:
@@ -212,12 +218,12 @@ def case_name(value: object) -> str | None:
 
 @pytest.mark.parametrize(("code", "make", "options"), PROBLEMS, ids=case_name)
 def test_a_problem_is_reported(code, make, options):
-    assert code in called(make, options)
+    assert code in reported_codes_of_case(make, options)
 
 
 @pytest.mark.parametrize(("code", "make", "options"), FINE, ids=case_name)
 def test_a_problem_is_not_reported_where_there_is_none(code, make, options):
-    assert code not in called(make, options)
+    assert code not in reported_codes_of_case(make, options)
 
 
 def test_every_check_has_a_case_of_either_kind():
@@ -232,39 +238,55 @@ def test_a_finding_has_a_message_and_a_fix():
     assert finding.fix in str(finding)
 
 
+def findings_with_code(report: Diagnosis, code: str) -> list[Finding]:
+    return [finding for finding in report.warnings if finding.code == code]
+
+
 def test_modulated_inputs_spread_the_gradients_over_orders_of_magnitude():
-    report = diagnose(embens.embed(cnn(), 16, sites="all", generator=seeded()), IMAGES, LABELS)
+    all_sites = embens.embed(cnn(), 16, sites="all", generator=seeded())
+    hidden_sites = embens.embed(cnn(), 16, generator=seeded())
+
+    report = diagnose(all_sites, IMAGES, LABELS)
+    report_of_hidden = diagnose(hidden_sites, IMAGES, LABELS)
+
     spread = float(report.norms.max() / report.norms.min())
-    hidden = diagnose(embens.embed(cnn(), 16, generator=seeded()), IMAGES, LABELS)
-    assert spread > 3 * float(hidden.norms.max() / hidden.norms.min())
-    (finding,) = [f for f in report.warnings if f.code == "input-modulations"]
+    spread_of_hidden = float(report_of_hidden.norms.max() / report_of_hidden.norms.min())
+    assert spread > 3 * spread_of_hidden
+    (finding,) = findings_with_code(report, "input-modulations")
     assert f"{spread:.3g}" in finding.message
 
 
-def test_a_shared_output_bias_is_reported_only_where_it_couples():
-    biased = []
-    for width, members in ((256, 8), (16, 16)):
-        torch.manual_seed(0)
-        reference = nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, 4))
-        law = laws.Shifted
-        ensemble = embens.batch_ensemble(reference, members, law=law, generator=seeded())
-        report = diagnose(ensemble, X, Y)
-        biased.append([f for f in report.warnings if f.code == "shared-output-bias"])
-    assert biased[0] == []
-    words = re.search(r"the 15 others together.* ([\d.]+) times as strongly", str(biased[1][0]))
+def ensemble_with_output_bias(width: int, members: int) -> embens.EmbeddedEnsemble:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, 4))
+    return embens.batch_ensemble(reference, members, law=laws.Shifted, generator=seeded())
+
+
+def test_output_bias_of_a_wide_network_is_not_reported():
+    report = diagnose(ensemble_with_output_bias(width=256, members=8), X, Y)
+
+    assert findings_with_code(report, "shared-output-bias") == []
+
+
+def test_output_bias_of_a_narrow_network_is_reported_with_its_strength():
+    members = 16
+    ensemble = ensemble_with_output_bias(width=16, members=members)
+    (finding,) = findings_with_code(diagnose(ensemble, X, Y), "shared-output-bias")
+    words = re.search(r"the 15 others together.* ([\d.]+) times as strongly", str(finding))
     assert words is not None
     strength = float(words[1])
-    assert strength > 1
-    both = products(ensemble)
+
+    products = inner_products(ensemble)
     ensemble.reference[2].bias.requires_grad_(False)
-    through_bias = (
-        (both - products(ensemble)) / both.diagonal().sqrt() / both.diagonal().sqrt()[:, None]
-    )
-    mean = (through_bias.sum() - through_bias.trace()) / (members * (members - 1))
-    assert strength == pytest.approx(15 * mean.item(), rel=0.05)
+    products_through_bias = products - inner_products(ensemble)
+    norms = products.diagonal().sqrt()
+    cosines_through_bias = products_through_bias / norms / norms[:, None]
+    mean = off_diagonal(cosines_through_bias).mean().item()
+    assert strength > 1
+    assert strength == pytest.approx((members - 1) * mean, rel=0.05)
 
 
-def products(ensemble: embens.EmbeddedEnsemble) -> torch.Tensor:
+def inner_products(ensemble: embens.EmbeddedEnsemble) -> torch.Tensor:
     """Return the inner products of the members' shared gradients."""
     norms = embens.finite.gradient_norms(ensemble, X, Y).total
     return embens.finite.gradient_cosines(ensemble, X, Y) * norms * norms[:, None]
@@ -277,16 +299,20 @@ def test_equal_members_are_one_model_and_say_why():
     (finding,) = report.warnings
     assert "all 8 members are one model (Shifted(p=1.0)" in finding.message
     assert "Members are one model" in str(report)
-    nearly = diagnose(batch_ensemble(p=0.9999), X, Y)
-    assert "nearly one model" in nearly.warnings[0].message
+
+
+def test_almost_equal_members_are_nearly_one_model():
+    report = diagnose(batch_ensemble(p=0.9999), X, Y)
+
+    assert "nearly one model" in report.warnings[0].message
 
 
 @pytest.mark.parametrize("options", [{}, {"wanted": "independent"}, {"gamma": 8}])
 def test_a_single_member_has_no_coupling(options):
     for p in (0.0, 0.9):
-        assert codes(batch_ensemble(p=p, members=1, bias_std=0.5), **options) == []
+        assert reported_codes(batch_ensemble(p=p, members=1, bias_std=0.5), **options) == []
     alone = embens.embed(mlp(), 1, post={"2": laws.Normal()}, generator=seeded())
-    assert codes(alone, **options) == []
+    assert reported_codes(alone, **options) == []
 
 
 def test_an_optimizer_is_known_by_its_name():

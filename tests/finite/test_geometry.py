@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -36,70 +37,82 @@ def wave(outputs: Tensor, target: object) -> Tensor:
     return (outputs.sin() + outputs.square()).mean()
 
 
-def made(architecture: Architecture) -> tuple[nn.Module, embens.EmbeddedEnsemble, Tensor]:
+def build(architecture: Architecture) -> tuple[nn.Module, embens.EmbeddedEnsemble, Tensor]:
+    """Return a reference in float64, an ensemble of it, and samples."""
     generator = torch.Generator().manual_seed(3)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        reference = architecture.build().double().eval()
+    reference = architecture.build().double().eval()
     x = architecture.inputs(generator)
-    x = x.double() if x.is_floating_point() else x
+    if x.is_floating_point():
+        x = x.double()
     ensemble = embens.embed(reference, MEMBERS, example_input=x, generator=generator)
     return reference, ensemble, x
 
 
-def by_hand(reference: nn.Module, ensemble: embens.EmbeddedEnsemble, x: Tensor, a: int):
+def gradients_by_hand(
+    reference: nn.Module, ensemble: embens.EmbeddedEnsemble, x: Tensor, a: int
+) -> dict[str, Tensor]:
     """Return the shared gradients of a member by layer, from hooks on a copy of the reference."""
     network = member_by_hand(reference, ensemble, a)
     parameters = dict(network.named_parameters())
-    computed = torch.autograd.grad(wave(network(x), None), list(parameters.values()))
-    layers: dict[str, list[Tensor]] = {}
-    for name, gradient in zip(parameters, computed, strict=True):
-        layers.setdefault(name.rpartition(".")[0], []).append(gradient.flatten())
-    return {layer: torch.cat(parts) for layer, parts in layers.items()}
+    gradients = torch.autograd.grad(wave(network(x), None), list(parameters.values()))
+    by_layer: dict[str, list[Tensor]] = {}
+    for name, gradient in zip(parameters, gradients, strict=True):
+        layer = name.rpartition(".")[0]
+        by_layer.setdefault(layer, []).append(gradient.flatten())
+    return {layer: torch.cat(parts) for layer, parts in by_layer.items()}
+
+
+def cosines_of_rows(rows: Tensor) -> Tensor:
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    return unit @ unit.T
 
 
 @pytest.mark.parametrize(
     "architecture", [a for a in ARCHITECTURES if a.name not in ATTENTIVE], ids=str
 )
-def test_cosines_and_norms_are_those_of_members_modulated_by_hand(architecture):
-    reference, ensemble, x = made(architecture)
-    expected = [by_hand(reference, ensemble, x, a) for a in range(MEMBERS)]
-    computed = gradient_cosines(ensemble, x, None, wave, by_layer=True)
-    norms = gradient_norms(ensemble, x, None, wave)
-    assert set(computed) == set(norms) == set(expected[0])
-    for layer in computed:
-        rows = torch.stack([e[layer] for e in expected])
-        unit = rows / rows.norm(dim=1, keepdim=True)
-        torch.testing.assert_close(computed[layer], unit @ unit.T, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(norms[layer], rows.norm(dim=1), rtol=1e-9, atol=0)
-    rows = torch.stack([torch.cat([e[layer] for layer in computed]) for e in expected])
-    unit = rows / rows.norm(dim=1, keepdim=True)
+def test_cosines_and_norms_equal_those_of_members_modulated_by_hand(architecture):
+    reference, ensemble, x = build(architecture)
+    members = [gradients_by_hand(reference, ensemble, x, a) for a in range(MEMBERS)]
+
+    by_layer = gradient_cosines(ensemble, x, None, wave, by_layer=True)
     total = gradient_cosines(ensemble, x, None, wave)
-    torch.testing.assert_close(total, unit @ unit.T, rtol=1e-9, atol=1e-9)
+    norms = gradient_norms(ensemble, x, None, wave)
+
+    assert set(by_layer) == set(members[0])
+    assert set(norms) == set(members[0])
+    rows_of_layers = []
+    for layer in by_layer:
+        rows = torch.stack([gradients[layer] for gradients in members])
+        rows_of_layers.append(rows)
+        torch.testing.assert_close(by_layer[layer], cosines_of_rows(rows), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(norms[layer], rows.norm(dim=1), rtol=1e-9, atol=0)
+    rows = torch.cat(rows_of_layers, dim=1)
+    torch.testing.assert_close(total, cosines_of_rows(rows), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(norms.total, rows.norm(dim=1))
 
 
-def individual_total(norms):
+def total_of_individual_norms(norms):
     return torch.stack(list(norms.individual.values())).norm(dim=0)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
-def test_norms_are_those_of_one_backward_pass_for_all_members(architecture):
-    _, ensemble, x = made(architecture)
+def test_norms_equal_those_of_one_backward_pass_for_all_members(architecture):
+    _, ensemble, x = build(architecture)
     outputs = ensemble(x)
     shared = list(ensemble.shared_parameters())
     individual = list(ensemble.individual_parameters())
+
     norms = gradient_norms(ensemble, x, None, wave)
+
+    totals_of_individual = total_of_individual_norms(norms)
     for a in range(MEMBERS):
-        computed = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             wave(outputs[a], None), shared + individual, retain_graph=True, materialize_grads=True
         )
-        expected = (
-            joint_norm(computed[: len(shared)]),
-            joint_norm([g[a] for g in computed[len(shared) :]]),
-        )
-        got = float(norms.total[a]), float(individual_total(norms)[a])
-        assert got == pytest.approx(expected, rel=1e-6)
+        shared_norm = joint_norm(gradients[: len(shared)])
+        individual_norm = joint_norm([gradient[a] for gradient in gradients[len(shared) :]])
+        assert float(norms.total[a]) == pytest.approx(shared_norm, rel=1e-6)
+        assert float(totals_of_individual[a]) == pytest.approx(individual_norm, rel=1e-6)
 
 
 def test_the_sign_of_a_cosine_is_kept():
@@ -123,19 +136,23 @@ def test_nothing_of_the_ensemble_is_changed():
     target = torch.tensor([0, 1, 2, 3])
     for parameter in list(ensemble.parameters())[:2]:
         parameter.grad = torch.ones_like(parameter)
-    before = copy.deepcopy(ensemble.state_dict())
-    modes = [m.training for m in ensemble.modules()]
-    grads = [None if p.grad is None else p.grad.clone() for p in ensemble.parameters()]
-    state = torch.random.get_rng_state()
+    state_before = copy.deepcopy(ensemble.state_dict())
+    modes_before = [module.training for module in ensemble.modules()]
+    gradients_before = copy.deepcopy([parameter.grad for parameter in ensemble.parameters()])
+    random_state = torch.random.get_rng_state()
+
     gradient_cosines(ensemble, x, target)
     gradient_norms(ensemble, x, target)
-    assert torch.equal(state, torch.random.get_rng_state())
-    assert modes == [m.training for m in ensemble.modules()]
+
+    assert torch.equal(random_state, torch.random.get_rng_state())
+    assert modes_before == [module.training for module in ensemble.modules()]
     for name, value in ensemble.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    for parameter, grad in zip(ensemble.parameters(), grads, strict=True):
-        assert (parameter.grad is None) == (grad is None)
-        assert grad is None or torch.equal(parameter.grad, grad)
+        assert torch.equal(value, state_before[name]), name
+    for parameter, gradient in zip(ensemble.parameters(), gradients_before, strict=True):
+        if gradient is None:
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, gradient)
 
 
 def test_separate_networks_share_nothing():
@@ -150,7 +167,7 @@ def test_separate_networks_share_nothing():
         member = ensemble.member(a)
         loss = nn.functional.cross_entropy(member(x), y)
         expected = joint_norm(torch.autograd.grad(loss, list(member.parameters())))
-        assert float(individual_total(norms)[a]) == pytest.approx(expected, rel=1e-5)
+        assert float(total_of_individual_norms(norms)[a]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_fresh_masks_are_drawn_once_for_each_member():
@@ -193,15 +210,16 @@ def test_several_arguments_are_a_tuple_or_a_dict():
     assert torch.equal(gradient_cosines(ensemble, {"y": y, "x": x}, target), one)
 
 
-def test_only_the_first_members_run_where_a_number_is_given():
+def test_members_argument_limits_the_members_that_run():
     ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), 4)
     x, y = torch.randn(4, 3), torch.zeros(4).long()
-    every, few = (
-        [m.loss for m in member_gradients(ensemble, x, y, nn.functional.cross_entropy, members=n)]
-        for n in (None, 2)
-    )
-    assert len(every) == 4
-    assert few == every[:2]
+    criterion = nn.functional.cross_entropy
+
+    all_losses = [m.loss for m in member_gradients(ensemble, x, y, criterion)]
+    two_losses = [m.loss for m in member_gradients(ensemble, x, y, criterion, members=2)]
+
+    assert len(all_losses) == 4
+    assert two_losses == all_losses[:2]
 
 
 def test_a_parameter_belongs_to_the_first_layer_that_holds_it():
@@ -211,19 +229,30 @@ def test_a_parameter_belongs_to_the_first_layer_that_holds_it():
     assert shared_layer_names(ensemble) == ["0", "0", "2"]
 
 
-def test_the_jackknife_of_a_mean_is_the_usual_error():
+def test_jackknife_of_a_mean_is_its_standard_error():
     values = torch.randn(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    without = torch.stack([torch.cat([values[:i], values[i + 1 :]]).mean() for i in range(9)])
-    assert jackknife_error(without) == pytest.approx(float(values.std()) / 3)
+    means_without_one = []
+    for i in range(9):
+        means_without_one.append(torch.cat([values[:i], values[i + 1 :]]).mean())
+
+    error = jackknife_error(torch.stack(means_without_one))
+
+    assert error == pytest.approx(float(values.std()) / 3)
 
 
-def test_the_jackknife_of_pairs_leaves_out_a_member_with_all_its_pairs():
+def test_jackknife_of_pairs_leaves_out_all_pairs_of_a_member():
     matrix = torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     matrix = matrix + matrix.T
-    without = []
+    means_without_one = []
     for a in range(5):
-        kept = [b for b in range(5) if b != a]
-        pairs = [float(matrix[b, c]) for b in kept for c in kept if b != c]
-        without.append(sum(pairs) / len(pairs))
-    assert pair_error(matrix) == pytest.approx(jackknife_error(torch.tensor(without).double()))
-    assert math.isnan(pair_error(matrix[:2, :2]))
+        others = [b for b in range(5) if b != a]
+        pairs = [matrix[b, c] for b, c in itertools.permutations(others, 2)]
+        means_without_one.append(torch.stack(pairs).mean())
+
+    error = pair_error(matrix)
+
+    assert error == pytest.approx(jackknife_error(torch.stack(means_without_one)))
+
+
+def test_jackknife_of_one_pair_is_undefined():
+    assert math.isnan(pair_error(torch.randn(2, 2)))

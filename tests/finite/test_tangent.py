@@ -11,9 +11,11 @@ from finite.jacobians import (
     FAMILIES,
     assert_equal,
     build,
+    contract,
+    find_architecture,
     flat_outputs,
     jacobians,
-    naive,
+    naive_kernel,
 )
 from torch import Tensor, nn
 
@@ -27,14 +29,13 @@ from embens.finite.tangent import KernelComputation
 @sampled("architecture, family", BATCHED, list(FAMILIES))
 def test_all_outputs_equal_a_naive_contraction(architecture, family):
     ensemble, x = build(architecture, family)
-    rows = jacobians(ensemble, flat_outputs(ensemble, x))
-    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+    assert_equal(finite.ntk(ensemble, x), naive_kernel(ensemble, x))
 
 
 @pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
 @pytest.mark.parametrize("name", ["mlp", "paper's cnn", "transformer", "reused", "grouped"])
 def test_reductions_equal_a_naive_contraction_for_two_sets_of_samples(name, outputs):
-    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    architecture = find_architecture(name)
     ensemble, x = build(architecture, "batch_ensemble")
     x2 = x.flip(0)[:2] * 2 % 7  # tokens stay tokens
     sides, targets = [], []
@@ -51,14 +52,14 @@ def test_reductions_equal_a_naive_contraction_for_two_sets_of_samples(name, outp
     if outputs != "trace":
         options = {"target": targets[0], "target2": targets[1]}
     kernel = finite.ntk(ensemble, x, x2, outputs=outputs, **options)
-    expected = tuple(part.diagonal(dim1=-2, dim2=-1).sum(-1) for part in naive(*sides))
+    expected = tuple(part.diagonal(dim1=-2, dim2=-1).sum(-1) for part in contract(*sides))
     assert kernel.shared.shape == (2, 2, len(x), 2)
     assert_equal(kernel, expected)
 
 
 @pytest.mark.parametrize("name", ["mlp", "paper's cnn", "transformer"])
 def test_single_precision_agrees_with_double(name):
-    architecture = next(a for a in ARCHITECTURES if a.name == name)
+    architecture = find_architecture(name)
     ensemble, x = build(architecture, "batch_ensemble")
     exact = finite.ntk(ensemble, x)
     single = finite.ntk(ensemble.float(), x.float() if x.is_floating_point() else x)
@@ -67,18 +68,26 @@ def test_single_precision_agrees_with_double(name):
     assert_equal(single, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("outputs", ["all", "trace"])
-def test_the_kernel_of_samples_with_themselves_is_symmetric_and_positive(outputs):
+def test_kernel_of_all_outputs_is_symmetric_and_positive():
     ensemble, x = build(ARCHITECTURES[2], "batch_ensemble")
-    kernel = finite.ntk(ensemble, x, outputs=outputs)
-    shared, own = kernel.shared, kernel.individual
-    if outputs == "all":
-        torch.testing.assert_close(shared, shared.permute(1, 0, 3, 2, 5, 4))
-        matrix = shared.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2)
-    else:
-        torch.testing.assert_close(shared, shared.permute(1, 0, 3, 2))
-        matrix = shared.transpose(1, 2).flatten(2).flatten(0, 1)
-        torch.testing.assert_close(own, own.mT)
+
+    shared = finite.ntk(ensemble, x).shared
+
+    torch.testing.assert_close(shared, shared.permute(1, 0, 3, 2, 5, 4))
+    assert_positive_semidefinite(shared.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2))
+
+
+def test_trace_of_the_kernel_is_symmetric_and_positive():
+    ensemble, x = build(ARCHITECTURES[2], "batch_ensemble")
+
+    kernel = finite.ntk(ensemble, x, outputs="trace")
+
+    torch.testing.assert_close(kernel.individual, kernel.individual.mT)
+    torch.testing.assert_close(kernel.shared, kernel.shared.permute(1, 0, 3, 2))
+    assert_positive_semidefinite(kernel.shared.transpose(1, 2).flatten(2).flatten(0, 1))
+
+
+def assert_positive_semidefinite(matrix: Tensor) -> None:
     assert torch.linalg.eigvalsh(matrix).min() > -1e-10 * matrix.trace()
 
 
@@ -87,8 +96,7 @@ def test_frozen_parameters_do_not_count():
     parameters = [*ensemble.shared_parameters(), *ensemble.individual_parameters()]
     for parameter in parameters[::2]:
         parameter.requires_grad_(False)
-    rows = jacobians(ensemble, flat_outputs(ensemble, x))
-    assert_equal(finite.ntk(ensemble, x), naive(rows, rows))
+    assert_equal(finite.ntk(ensemble, x), naive_kernel(ensemble, x))
     for parameter in parameters:
         parameter.requires_grad_(False)
     assert not finite.ntk(ensemble, x).shared.any()
@@ -126,7 +134,7 @@ def test_a_reference_of_several_arguments_takes_a_tuple():
     x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     ensemble = embens.embed(Two().double(), 2)
     rows = jacobians(ensemble, ensemble(x, y))
-    assert_equal(finite.ntk(ensemble, (x, y)), naive(rows, rows))
+    assert_equal(finite.ntk(ensemble, (x, y)), contract(rows, rows))
 
 
 def test_the_training_kernel_predicts_a_small_step_of_the_outputs():
@@ -176,94 +184,143 @@ def test_wide_networks_have_the_kernels_of_the_limit(bias_std):
         assert ((mean - expected).abs() < 5 * error + bias).all(), name
 
 
-def test_wrong_arguments_say_what_was_expected():
-    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2)
-    x = torch.randn(5, 4)
-    target = torch.zeros(5, dtype=torch.int64)
-    for message, options in {
-        "did you mean 'trace'": {"outputs": "tracee"},
-        "needs target=": {"outputs": "nll"},
-        "uses no target": {"target": target},
-        "each of 5 samples": {"outputs": "nll", "target": target[:2]},
-        "3 classes, counted from 0": {"outputs": "nll", "target": target + 3},
-        "target2 belongs to x2": {"outputs": "nll", "target": target, "target2": target},
-        "needs target2=": {"outputs": "nll", "target": target, "x2": x},
-        "chunk must be": {"chunk": 0},
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            finite.ntk(ensemble, x, **options)
+SMALL_X = torch.ones(5, 4)
+SMALL_TARGET = torch.zeros(5, dtype=torch.int64)
+
+
+def small_ensemble() -> embens.EmbeddedEnsemble:
+    return embens.batch_ensemble(networks.mlp(4, 6, 2, 3), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outputs": "tracee"}, "did you mean 'trace'"),
+        ({"outputs": "nll"}, "needs target="),
+        ({"target": SMALL_TARGET}, "uses no target"),
+        ({"outputs": "nll", "target": SMALL_TARGET[:2]}, "each of 5 samples"),
+        ({"outputs": "nll", "target": SMALL_TARGET + 3}, "3 classes, counted from 0"),
+        (
+            {"outputs": "nll", "target": SMALL_TARGET, "target2": SMALL_TARGET},
+            "target2 belongs to x2",
+        ),
+        ({"outputs": "nll", "target": SMALL_TARGET, "x2": SMALL_X}, "needs target2="),
+        ({"chunk": 0}, "chunk must be"),
+    ],
+)
+def test_invalid_options_raise_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        finite.ntk(small_ensemble(), SMALL_X, **options)
+
+
+@pytest.mark.parametrize("function", [finite.ntk, finite.nngp])
+def test_invalid_samples_raise_errors(function):
+    ensemble = small_ensemble()
+    with pytest.raises(TypeError, match="expected an ensemble, got Sequential"):
+        function(networks.mlp(4, 6, 2, 3), SMALL_X)
+    with pytest.raises(TypeError, match=r"got ndarray\. Convert it"):
+        function(ensemble, SMALL_X.numpy())
     with pytest.raises(TypeError, match="tensor with samples"):
-        finite.ntk(ensemble, 3)  # type: ignore[arg-type]
+        function(ensemble, 3)
+    with pytest.raises(ValueError, match="expected finite values"):
+        function(ensemble, SMALL_X / 0)
     with pytest.raises(ValueError, match="at least one"):
-        finite.ntk(ensemble, x[:0])
-    for kernel in (finite.ntk, finite.nngp):
-        with pytest.raises(TypeError, match="expected an ensemble, got Sequential"):
-            kernel(networks.mlp(4, 6, 2, 3), x)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"got ndarray\. Convert it"):
-            kernel(ensemble, x.numpy())  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="expected finite values"):
-            kernel(ensemble, x / 0)
+        function(ensemble, SMALL_X[:0])
+
+
+def test_inference_mode_raises_an_error():
+    ensemble = small_ensemble()
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
-        finite.ntk(ensemble, x)
-    column = finite.ntk(ensemble, x, outputs="nll", target=target[:, None].int())
-    assert torch.equal(column.shared, finite.ntk(ensemble, x, outputs="nll", target=target).shared)
-    four_axes = embens.batch_ensemble(ARCHITECTURES[1].build(), 2)
-    y = torch.randn(2, 3, 2, 5)
+        finite.ntk(ensemble, SMALL_X)
+
+
+def test_targets_of_outputs_with_several_axes_raise_an_error():
+    ensemble = embens.batch_ensemble(ARCHITECTURES[1].build(), 2)
+    x = torch.randn(2, 3, 2, 5)
     with pytest.raises(ValueError, match="is for classification"):
-        finite.ntk(four_axes, y, outputs="target", target=target[:2])
+        finite.ntk(ensemble, x, outputs="target", target=SMALL_TARGET[:2])
 
 
-def test_memory_of_one_chunk_does_not_grow_with_the_samples(monkeypatch):
+def test_targets_can_be_a_column_of_any_integer_type():
+    ensemble = small_ensemble()
+    x = torch.randn(5, 4)
+    target = torch.arange(5) % 3
+
+    expected = finite.ntk(ensemble, x, outputs="nll", target=target)
+    column = finite.ntk(ensemble, x, outputs="nll", target=target[:, None].int())
+
+    assert torch.equal(column.shared, expected.shared)
+
+
+def test_passes_of_a_chunk_do_not_grow_with_the_samples(monkeypatch):
     ensemble, _ = build(ARCHITECTURES[0], "batch_ensemble")
-    rows: list[int] = []
-    record = Recorder.record
-    monkeypatch.setattr(
-        Recorder, "record", lambda self, samples: rows.append(len(samples)) or record(self, samples)
-    )
+    batch_sizes = record_batch_sizes(monkeypatch)
+
     finite.ntk(ensemble, torch.randn(7, 5, dtype=torch.float64), chunk=3)
-    assert rows == [3, 3, 1, 3, 1, 1]  # each pair of chunks once
+
+    assert batch_sizes == [3, 3, 1, 3, 1, 1]  # each pair of chunks once
+
+
+def test_passes_hold_one_sample_if_memory_is_short(monkeypatch):
+    ensemble, _ = build(ARCHITECTURES[0], "batch_ensemble")
+    batch_sizes = record_batch_sizes(monkeypatch)
     monkeypatch.setattr(tangent, "PASS_BYTES", 1)
-    rows.clear()
+
     finite.ntk(ensemble, torch.randn(3, 5, dtype=torch.float64))
-    assert set(rows) == {1}
+
+    assert set(batch_sizes) == {1}
 
 
+def record_batch_sizes(monkeypatch) -> list[int]:
+    """Return a list to which every recorded pass adds its number of samples."""
+    batch_sizes: list[int] = []
+    record = Recorder.record
+
+    def recording(self, samples):
+        batch_sizes.append(len(samples))
+        return record(self, samples)
+
+    monkeypatch.setattr(Recorder, "record", recording)
+    return batch_sizes
+
+
+@pytest.mark.parametrize("classes", [3, 40])
 @pytest.mark.parametrize("outputs", ["trace", "target", "nll"])
-def test_reductions_hold_one_class_at_a_time(outputs, monkeypatch):
-    held: list[int] = []
-    compute = Recorder.gradients
+def test_reductions_hold_one_class_at_a_time(outputs, classes, monkeypatch):
+    class_counts: list[int] = []
+    gradients = Recorder.gradients
 
     def counting(self, recording, cotangents):
-        held.extend(len(cotangent) for cotangent in cotangents)
-        return compute(self, recording, cotangents)
+        class_counts.extend(len(cotangent) for cotangent in cotangents)
+        return gradients(self, recording, cotangents)
 
     monkeypatch.setattr(Recorder, "gradients", counting)
-    for classes in (3, 40):
-        held.clear()
-        ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, classes), 2)
-        options = {} if outputs == "trace" else {"target": torch.tensor([0, 1])}
-        finite.ntk(ensemble, torch.randn(2, 4), outputs=outputs, **options)
-        assert max(held) == 1
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, classes), 2)
+    options = {} if outputs == "trace" else {"target": torch.tensor([0, 1])}
+    finite.ntk(ensemble, torch.randn(2, 4), outputs=outputs, **options)
+
+    assert max(class_counts) == 1
 
 
-def test_nll_takes_one_backward_pass_for_each_member_whatever_the_samples(monkeypatch):
-    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 10), 3)
-    calls: list[int] = []
-    gradient = torch.autograd.grad
-    monkeypatch.setattr(
-        torch.autograd, "grad", lambda *args, **kw: calls.append(1) or gradient(*args, **kw)
-    )
-    counts = []
-    for samples in (9, 2):
-        calls.clear()
-        x, y = torch.randn(samples, 4), torch.arange(samples)
-        finite.ntk(ensemble, x, outputs="nll", target=y)
-        counts.append(len(calls))
+@pytest.mark.parametrize("samples", [9, 2])
+def test_nll_takes_one_backward_pass_per_member_for_any_number_of_samples(samples, monkeypatch):
+    members = 3
+    ensemble = embens.batch_ensemble(networks.mlp(4, 6, 2, 10), members)
+    calls: list[bool] = []
+    grad = torch.autograd.grad
+
+    def counting(*args, **kwargs):
+        calls.append(True)
+        return grad(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", counting)
+    finite.ntk(ensemble, torch.randn(samples, 4), outputs="nll", target=torch.arange(samples))
+
     survey = 2  # by autograd for one sample, by the rules for two
-    assert counts == [3 + survey] * 2
+    assert len(calls) == members + survey
 
 
-def test_a_trace_holds_no_square_of_the_number_of_classes(monkeypatch):
+def test_trace_holds_no_square_of_the_number_of_classes(monkeypatch):
     sizes: list[int] = []
     cotangents = KernelComputation._cotangents
 
@@ -275,4 +332,5 @@ def test_a_trace_holds_no_square_of_the_number_of_classes(monkeypatch):
     monkeypatch.setattr(KernelComputation, "_cotangents", measuring)
     ensemble = embens.batch_ensemble(networks.mlp(4, 6, 1, 50), 2)
     finite.ntk(ensemble, torch.randn(2, 4), outputs="trace")
+
     assert max(sizes) == 50
