@@ -11,7 +11,7 @@ from torch import nn
 from training import problem
 
 import embens
-from embens.training import Accumulate, Divergence, KeepLast, fit, step
+from embens.training import Accumulate, Autocast, Divergence, KeepLast, fit, step
 
 
 def test_losses_are_checked_every_few_steps_and_the_first_bad_step_is_named(monkeypatch):
@@ -57,6 +57,23 @@ def test_a_batch_without_labels_changes_no_weight():
     history = fit(ensemble, (x, torch.full_like(y, -100)), epochs=1, optimizer=optimizer)
     problem.assert_equal(problem.weights(ensemble), before)
     assert history.epochs[-1]["loss"] == 0
+
+
+def test_skipped_first_step_leaves_weights_and_no_momentum():
+    """The fused SGD of torch creates momentum buffers and fills them in steps only."""
+
+    def overflowing(outputs, target):
+        return 1e4 * F.cross_entropy(outputs, target)  # too large for half precision
+
+    ensemble = problem.ensemble()
+    before = problem.weights(ensemble)
+    optimizer = torch.optim.SGD(ensemble.parameter_groups(), momentum=0.9, fused=True)
+    options = {"optimizer": optimizer, "criterion": overflowing}
+    callbacks = [Autocast(torch.float16), KeepLast()]
+    fit(ensemble, problem.data(), epochs=1, batch_size=60, callbacks=callbacks, **options)
+
+    problem.assert_equal(problem.weights(ensemble), before)
+    assert not any(optimizer.state.values())
 
 
 def test_the_norm_of_all_gradients_is_nan_without_gradients():

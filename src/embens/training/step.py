@@ -75,10 +75,16 @@ def _update_weights(run: Run, scaler: torch.amp.GradScaler) -> bool:
     if not scaler.is_enabled():
         run.optimizer.step()
         return False
+    without_state = [p for p in run.parameters if not run.optimizer.state.get(p)]
     scale = scaler.get_scale()
     scaler.step(run.optimizer)
     scaler.update()
-    return scaler.get_scale() < scale  # lower after gradients that were not finite
+    is_skipped = scaler.get_scale() < scale  # lower after gradients that were not finite
+    if is_skipped:
+        # If torch's fused SGD skips its first step, momentum buffers stay uninitialised memory.
+        for parameter in without_state:
+            run.optimizer.state.pop(parameter, None)
+    return is_skipped
 
 
 def _accumulate_gradients(run: Run, minibatches: list[Minibatch]) -> Tensor:
