@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -79,36 +80,39 @@ def test_accumulated_batches_equal_one_larger_batch(chunked):
     assert second.epochs[-1]["loss"] == pytest.approx(first.epochs[-1]["loss"], rel=1e-4)
 
 
+class RecordingLinear(nn.Linear):
+    """Record the types of the outputs."""
+
+    types: ClassVar[set[torch.dtype]] = set()
+
+    def forward(self, x):
+        output = super().forward(x)
+        self.types.add(output.dtype)
+        return output
+
+
+def train_recording_network(callbacks):
+    """Return the last loss, and the types of the last layer's outputs."""
+    RecordingLinear.types.clear()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), RecordingLinear(16, 3))
+    generator = torch.Generator().manual_seed(1)
+    ensemble = embens.batch_ensemble(reference, 3, generator=generator)
+    history = fit(ensemble, problem.data(), epochs=3, batch_size=16, callbacks=callbacks)
+    assert {parameter.dtype for parameter in ensemble.parameters()} == {torch.float32}
+    return history.epochs[-1]["loss"], set(RecordingLinear.types)
+
+
 @chunks
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_trains_like_full_precision_up_to_rounding(dtype, chunked):
-    seen = set()
+    expected_loss, expected_types = train_recording_network(chunked)
+    loss, types = train_recording_network([*chunked, Autocast(dtype)])
 
-    class Layer(torch.nn.Linear):
-        def forward(self, x):
-            output = super().forward(x)
-            seen.add(output.dtype)
-            return output
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        reference = torch.nn.Sequential(
-            torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16), torch.nn.ReLU(),
-            Layer(16, 3),
-        )  # fmt: skip
-    histories = []
-    for callbacks in (chunked, [*chunked, Autocast(dtype)]):
-        seen.clear()
-        generator = torch.Generator().manual_seed(1)
-        law = embens.laws.Shifted
-        ensemble = embens.batch_ensemble(reference, 3, law=law, generator=generator)
-        data = problem.data(), problem.data(20, 5)
-        histories.append(fit(ensemble, *data, epochs=3, batch_size=16, callbacks=callbacks))
-    assert seen <= {dtype}
-    assert {p.dtype for p in ensemble.parameters()} == {torch.float32}
-    first, second = (history.epochs[-1]["loss"] for history in histories)
-    assert second == pytest.approx(first, rel=0.03)
-    assert second != first
+    assert expected_types == {torch.float32}
+    assert types == {dtype}
+    assert loss == pytest.approx(expected_loss, rel=0.03)
+    assert loss != expected_loss
 
 
 @pytest.mark.parametrize("batch", ["same", "own", "split"])
