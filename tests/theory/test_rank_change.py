@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 from theory.measured import average, expected, points
@@ -84,32 +85,39 @@ def test_nodes_have_the_moments_of_the_chi_square_distribution(degrees):
         assert moment == pytest.approx(expected_moment, rel=1e-10)
 
 
+def chi_nodes(degrees: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lengths of a row and their probabilities, by Gauss-Legendre on the chi density."""
+    nodes, weights = (torch.tensor(values) for values in numpy.polynomial.legendre.leggauss(60))
+    lengths = 5 * (nodes + 1)  # the density beyond 10 is below 1e-18
+    density = lengths ** (degrees - 1) * torch.exp(-(lengths**2) / 2)
+    probabilities = weights * density
+    return lengths, probabilities / probabilities.sum()
+
+
 @pytest.mark.parametrize("activation", ["relu", "tanh", "erf"])
 @pytest.mark.parametrize(("rank", "scale"), [(1, 0.8), (4, 0.5)])
-def test_expectations_are_those_of_a_fine_sum_over_rows(activation, rank, scale):
-    """The trapezoidal rule over the length |b| of a row, which has a chi distribution."""
+def test_expectations_equal_sums_over_lengths_of_rows(activation, rank, scale):
     module = networks.mlp(2, 2, 1, activation=activation)[1]
     plain = activations.dual(module)
     q1, q2, c, between = (torch.tensor(value) for value in (1.2, 0.9, 0.6, 0.3))
-    f, g, h = RankDual(plain, rank, scale).same(q1, q2, c, None)
-    cross_f, cross_g = RankDual(plain, rank, scale).cross(q1, q2, between, None)
 
-    lengths = torch.linspace(1e-9, 12, 601)
-    density = lengths ** (rank - 1) * torch.exp(-(lengths**2) / 2)
-    weights = density / density.sum()
-    if rank == 1:  # the density is not 0 at the end
-        density[0] /= 2
-        weights = density / density.sum()
+    dual = RankDual(plain, rank, scale).prepare(1.2, None)
+    f, g, h = dual.same(q1, q2, c, None)
+    cross_f, cross_g = dual.cross(q1, q2, between, None)
+
+    lengths, weights = chi_nodes(rank)
     t = scale**2 / rank * lengths**2
     tau = 1 + t
-    fs, gs, hs = plain.same(tau * q1, tau * q2, tau * c, None)
-    assert f.item() == pytest.approx((weights * fs).sum().item(), rel=1e-8)
-    assert g.item() == pytest.approx((weights * tau * gs).sum().item(), rel=1e-7)
-    tangents = t / tau**2 * hs + (rank - t / tau + t) * c * gs
-    assert h.item() == pytest.approx((weights * tangents).sum().item(), rel=1e-7)
-    fs, gs = plain.cross(tau[:, None] * q1, tau * q2, between.expand(601, 601), None)
-    assert cross_f.item() == pytest.approx((weights @ fs @ weights).item(), rel=1e-7)
-    assert cross_g.item() == pytest.approx((weights @ gs @ weights).item(), rel=1e-7)
+    plain_f, plain_g, plain_h = plain.same(tau * q1, tau * q2, tau * c, None)
+    tangents = t / tau**2 * plain_h + (rank - t / tau + t) * c * plain_g
+    assert f.item() == pytest.approx((weights @ plain_f).item(), rel=1e-8)
+    assert g.item() == pytest.approx((weights @ (tau * plain_g)).item(), rel=1e-7)
+    assert h.item() == pytest.approx((weights @ tangents).item(), rel=1e-7)
+
+    between_pairs = between.expand(len(tau), len(tau))
+    plain_f, plain_g = plain.cross(tau[:, None] * q1, tau * q2, between_pairs, None)
+    assert cross_f.item() == pytest.approx((weights @ plain_f @ weights).item(), rel=1e-7)
+    assert cross_g.item() == pytest.approx((weights @ plain_g @ weights).item(), rel=1e-7)
 
 
 REFUSED = {
