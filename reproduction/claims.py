@@ -80,11 +80,18 @@ def rise_and_fall(selection: Selection, x: str = "members") -> Statistic:
 
 
 def growth_of_best(selection: Selection, x: str = "members") -> Statistic:
-    """Return the exponent of the best ``x`` in the width, as a mean over seeds."""
+    """Return the exponent of the best ``x`` in the width, as a mean over seeds.
+
+    It is not defined if a wider network was measured up to a smaller ``x`` than a narrower one.
+    """
 
     def exponent(rows: Rows) -> float:
+        selected = selection(rows)
+        largest = [float(of_width[x].max()) for _, of_width in selected.by("width")]
+        if largest != sorted(largest):
+            raise MissingCellsError(f"as many {x} at every width")
         exponents = []
-        for _, rows_of_seed in selection(rows).by("seed"):
+        for _, rows_of_seed in selected.by("seed"):
             log_widths, log_best = [], []
             for width, rows_of_width in rows_of_seed.by("width"):
                 log_widths.append(math.log2(width))

@@ -222,15 +222,16 @@ def complete(figure: Figure) -> Figure:
 
 
 def _with_ends(panel: Panel) -> Panel:
-    if not panel.x_label.endswith(" M"):
+    """Mark the lines that end before others; references have other styles."""
+    lines = [curve for curve in panel.curves if curve.style == "line"]
+    if not panel.x_label.endswith(" M") or not lines:
         return panel
-    last = max(curve.x[-1] for curve in panel.curves)
+    last = max(curve.x[-1] for curve in lines)
     drawn = []
     for curve in panel.curves:
-        is_short = curve.style != "points" and curve.x[-1] < last
-        drawn.append(
-            replace(curve, ends=curve.ends or "no larger M was run") if is_short else curve
-        )
+        if curve.style == "line" and curve.x[-1] < last:
+            curve = replace(curve, ends=curve.ends or "no larger M was run")
+        drawn.append(curve)
     return replace(panel, curves=drawn)
 
 

@@ -58,6 +58,18 @@ class Rows:
         mask = self[column].between(low, high)
         return self._masked(mask, f"{column} from {low:g} to {high:g}")
 
+    def spanning(self, column: str, low: float, high: float) -> "Rows":
+        """Return the rows if the values of a column reach from a low to a high one.
+
+        A curve that ends before its maximum can't show where the maximum is.
+
+        Raises:
+            MissingCellsError: If they do not.
+        """
+        if self[column].min() > low or self[column].max() < high:
+            raise MissingCellsError(f"{column} from {low:g} or less to {high:g} or more")
+        return self
+
     def _masked(self, mask: Frame, description: str) -> "Rows":
         if not mask.any():
             raise MissingCellsError(f"cells with {description}")

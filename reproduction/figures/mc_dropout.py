@@ -16,6 +16,7 @@ from embens import laws, mc_dropout, predict
 from reproduction import baselines
 from reproduction.claims import Claim, growth_of_best, rise_and_fall, slope
 from reproduction.drawing import Figure, curves, panels, shades, state
+from reproduction.figures.transition import AROUND_BEST
 from reproduction.grid.cells import MEMBERS, Cell, Row, sweep
 from reproduction.grid.settings import DROPOUT, of_preset
 from reproduction.rows import Frame, Rows, where
@@ -56,6 +57,16 @@ def measure(cell: Cell) -> list[Row]:
 fresh_shifted = where(kind=FRESH_SHIFTED)
 fixed = where(kind=FIXED)
 fixed_at_width_one = where(kind=FIXED, width=1.0)
+
+
+def fixed_with_many_masks(rows: Rows) -> Rows:
+    """Return the rows with fixed masks, if the sweep covers the paper's best M."""
+    return fixed(rows).spanning("masks", *AROUND_BEST)
+
+
+def narrow_with_many_masks(rows: Rows) -> Rows:
+    """Return the fixed masks of the narrowest network, if the sweep covers the paper's best M."""
+    return fixed(rows).first("width").spanning("masks", *AROUND_BEST)
 
 
 def several(rows: Rows) -> Rows:
@@ -130,7 +141,7 @@ CLAIMS = [
     Claim(
         statement="fixed centred masks have a best M (at the smallest width)",
         measure="smaller of the rise to the best M and the fall to the largest M",
-        statistic=rise_and_fall(lambda rows: fixed(rows).first("width"), "masks"),
+        statistic=rise_and_fall(narrow_with_many_masks, "masks"),
         above=0.0,
         paper="an optimum for each width",
         jumps=True,
@@ -138,7 +149,7 @@ CLAIMS = [
     Claim(
         statement="with fixed centred masks the best M grows with width",
         measure="exponent of the best M in the width, mean over seeds",
-        statistic=growth_of_best(fixed, "masks"),
+        statistic=growth_of_best(fixed_with_many_masks, "masks"),
         above=0.0,
         paper="an optimal ratio of the number of models to the width",
     ),

@@ -26,6 +26,8 @@ from reproduction.grid.settings import MODULATIONS, SIGNS, load_data
 from reproduction.rows import Frame, MissingCellsError, Rows, where
 from reproduction.training import scaled_gamma, train
 
+AROUND_BEST = (3, 14)
+"""Numbers of members well below and above the paper's best, 7."""
 NEAR = 0.1
 """Distance in p that counts as near the transition."""
 FEWEST_SHIFTS = 5
@@ -118,9 +120,7 @@ def several_above(rows: Rows) -> Rows:
 
 def below_with_many_members(rows: Rows) -> Rows:
     """Return the ensembles below the transition, if the sweep covers the paper's best M."""
-    if rows["members"].min() > 3 or rows["members"].max() < 14:
-        raise MissingCellsError("numbers of members from 3 or fewer to 14 or more")
-    return below(rows)
+    return below(rows).spanning("members", *AROUND_BEST)
 
 
 def growth_up_to(rows: Rows, distance: float) -> float:

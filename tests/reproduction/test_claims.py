@@ -24,7 +24,7 @@ from reproduction.claims import (
     slope,
     verdict,
 )
-from reproduction.rows import Rows
+from reproduction.rows import MissingCellsError, Rows
 
 
 def claim_of(statistic, **options):
@@ -182,7 +182,11 @@ def test_the_best_number_of_members_grows_with_an_exponent():
         for w in (1, 2, 4)
         for m in (1, 2, 4, 8, 16)
     ]
-    assert growth_of_best(lambda rows: rows)(Rows(pandas.DataFrame(rows))) == pytest.approx(2.0)
+    table = pandas.DataFrame(rows)
+    exponent = growth_of_best(lambda rows: rows)
+    assert exponent(Rows(table)) == pytest.approx(2.0)
+    with pytest.raises(MissingCellsError, match="as many members at every width"):
+        exponent(Rows(table[(table["width"] < 4) | (table["members"] < 16)]))
 
 
 def test_a_trend_is_the_slope_of_some_rows():

@@ -70,7 +70,8 @@ def test_figures_of_unfinished_runs_have_no_empty_panels_and_say_where_curves_en
     whole, short = Curve("a", [1.0, 2.0, 4.0], [0.0] * 3), Curve("b", [1.0, 2.0], [0.0] * 2)
     points = Curve("c", [1.0], [0.0], style="points")
     diverged = Curve("d", [1.0], [0.0], ends="diverged")
-    drawn = [whole, short, points, diverged]
+    networks = Curve("separate networks", [1.0, 8.0], [0.0] * 2, style="dash")
+    drawn = [whole, short, points, diverged, networks]
     empty = Panel("empty", "members M", "y", [])
     figure = Figure([empty, Panel("t", "members M", "y", drawn), Panel("t", "epoch", "y", drawn)])
     against_members, against_epochs = complete(figure).panels
@@ -79,5 +80,6 @@ def test_figures_of_unfinished_runs_have_no_empty_panels_and_say_where_curves_en
         "no larger M was run",
         "",
         "diverged",
+        "",
     ]
     assert against_epochs.curves == drawn

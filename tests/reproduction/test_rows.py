@@ -39,6 +39,14 @@ def test_an_inverted_u_rises_and_falls():
     assert Rows(table).best("x", "bent") == 2
 
 
+def test_rows_that_end_early_are_missing_cells():
+    rows = Rows(pandas.DataFrame({"members": [1, 4, 16]}))
+    assert rows.spanning("members", 3, 14) is rows
+    for low, high in ((0.5, 14), (3, 20)):
+        with pytest.raises(MissingCellsError, match="members from"):
+            rows.spanning("members", low, high)
+
+
 def test_half_way_is_from_the_value_at_zero_to_one():
     table = pandas.DataFrame({"p": [0.0, 0.8, 0.9], "y": [0.2, 0.4, 0.8]})
     assert Rows(table).growth("p", "y") == ([0.0, 0.8, 0.9, 1.0], pytest.approx([0, 0.25, 0.75, 1]))
