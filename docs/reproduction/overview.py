@@ -5,7 +5,9 @@ Run from the repository root: ``python -m docs.reproduction.overview``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,13 +39,20 @@ class Figure:
         name: Name of the experiment.
         statement: What the paper says.
         claim: Statement of the claim whose value is shown.
-        comment: What we see, in one sentence.
+        comment: What we see, in one sentence. ``{…}`` is the value of a statement in ``values``.
+        verdicts: Verdicts of other statements on which the comment relies. The page is not written
+            if they change.
+        values: Statements whose values are shown in the comment, by name.
+        points: The same for accuracies and fractions, which are shown in percent points.
     """
 
     name: str
     statement: str
     claim: str
     comment: str
+    verdicts: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str] = field(default_factory=dict)
+    points: Mapping[str, str] = field(default_factory=dict)
 
 
 FIGURES = [
@@ -79,21 +88,50 @@ FIGURES = [
         "|cos| ∝ 1/width, as in the paper",
         "Inner layers fall as 1/width, the first and the last as 1/√width. The total lies between "
         "them and must approach 1/√width (an erratum).",
+        verdicts={
+            "|cos| ∝ 1/width in inner layers (theory)": "holds",
+            "|cos| ∝ width^−1/2 in the first layer (theory)": "holds",
+            "|cos| ∝ width^−1/2 in the last layer (theory)": "holds",
+        },
     ),
     Figure(
         "ablation",
         "Modulations after the activation alone are as good as both.",
         "post only: as accurate as the baseline (to 1 %)",
-        "The correlation is equal as well. Input and output modulations cost 0.8 points, not 2 or "
-        "more.",
+        "With M=4 they are better: modulations at both places cost accuracy here. So are "
+        "modulations before the activation alone ({pre:+.1f} points, in the paper less accurate). "
+        "Input and output modulations change the accuracy by {ends:.1f} points, not by −2 or more.",
+        verdicts={
+            "pre only: less accurate": "does not hold",
+            "input and output: much worse (by 2 %)": "does not hold",
+        },
+        points={
+            "pre": "pre only: less accurate",
+            "ends": "input and output: much worse (by 2 %)",
+        },
     ),
     Figure(
         "ntk-at-init",
         "The tangent kernel between members falls as 1/width.",
         "the ratio falls as 1/width when centred (normalised by the limit)",
         "The kernel at the smallest width has heavy tails, which leave the exponent open. Divided "
-        "by the measured kernel it is −1.1 ± 0.3. The effect of m other members grows as m if "
-        "centred and as m^1.8 if shifted (paper: 1 and 2).",
+        "by the measured kernel it is {measured:.1f}, undecided as well. The effect of m other "
+        "members grows as m^{centred:.1f} if centred and as m^{shifted:.1f} if shifted (paper: 1 "
+        "and 2).",
+        verdicts={
+            "the ratio falls as 1/width when centred (normalised by the measured kernel)": (
+                "undecided"
+            ),
+            "nll grows as m when centred": "holds",
+            "nll grows as m² when shifted": "holds",
+        },
+        values={
+            "measured": (
+                "the ratio falls as 1/width when centred (normalised by the measured kernel)"
+            ),
+            "centred": "nll grows as m when centred",
+            "shifted": "nll grows as m² when shifted",
+        },
     ),
     Figure(
         "mc-dropout",
@@ -112,14 +150,26 @@ FIGURES = [
         "cost",
         "Last-layer dropout with 50 members costs about 10 % more time.",
         "a training step costs at most 1.1 × that of one network at M=50",
-        "The additional time is 6 %. The time of a BatchEnsemble is proportional to M.",
+        "Inference takes {inference:.2f} × the time of one network. The time of a BatchEnsemble is "
+        "proportional to M.",
+        verdicts={
+            "inference costs at most 1.1 × that of one network at M=50": "holds",
+            "the time of a BatchEnsemble's step grows in proportion to M": "holds",
+        },
+        values={"inference": "inference costs at most 1.1 × that of one network at M=50"},
     ),
     Figure(
         "theorems",
         "Kernels between members vanish if and only if the last modulations are centred.",
         "the tangent kernel between members vanishes if only u of the last layer is centred",
-        "The value is that of centred u in the last layer only. It is 0.04 if these are not "
-        "centred, and 0.11 with a shared output bias (an erratum).",
+        "The value is that of centred u in the last layer only. It is {shifted:.2f} if these are "
+        "not centred, and {bias:.2f} with a shared output bias (an erratum).",
+        values={
+            "shifted": "the tangent kernel between members does not vanish if u of the last layer "
+            "is not centred",
+            "bias": "the tangent kernel between members does not vanish with a shared output bias "
+            "(an erratum)",
+        },
     ),
     Figure(
         "parametrization",
@@ -138,16 +188,19 @@ the verdict. A statement **holds** if the whole interval lies in the region wher
 pictures. [All claims](claims.md) has every statement with its region, and [the details](README.md)
 have set-up and history.
 
-| preset | data and network |
+| scale | data and network |
 | - | - |
-| `cpu` | the paper's network, not trained: `gradients`, `ntk-at-init`, `cost` |
-| `cpu`, `compare` | CIFAR-100, 8,000 images, see [equal compute](#equal-compute) |
+| `cpu` | CIFAR-100, see the [set-up](README.md#presets): 20 classes, 10,000 training images |
+| `cpu`: `gradients`, `ntk-at-init`, `cost` | the paper's network in its own width, not trained |
+| `cpu`: `theorems` | perceptrons with 64 to 4,096 units |
+| `cpu`: `compare` | see [equal compute](#equal-compute) |
 | `earlier` | CIFAR-100, 1,000 images that the networks memorise; weak evidence |
 | `quick` | scikit-learn's digits and tiny perceptrons; a smoke test |
 
-**No figure with trained networks has been run at the paper's scale.** Its networks have eight
-times the channels of `earlier` and see 40 times the images, so a different result may be due to
-scale. The presets `gpu` and `paper` have the paper's network but have not been run.
+**No figure with trained networks has been run at the paper's scale.** Its networks have four times
+the channels of `cpu`. They see four times the images, with 100 classes, for 500 epochs or more
+instead of 30. So a different result may be due to scale. The presets `gpu` and `paper` have the
+paper's network but have not been run.
 
 Written by `overview.py`; do not edit by hand.
 """
@@ -181,7 +234,7 @@ values. Tests check all of them except the misprints.
   E[u] = 0.
 - **Cosines between gradients.** The limiting exponent in the width is −½ in total, not −1. Inner
   layers alone, and cos², have −1. Over the widths of `gradients` neither total has reached its
-  limit (|cos| −0.74, cos² −1.6).
+  limit (|cos| {cosine}, cos² {squared}).
 - **Modulations v alone.** Members with u = 1 are not always collective: with an odd activation
   such as tanh and a symmetric v they are independent.
 - **γ in the collective regime.** The spectrum of the kernel gives a value between 1 and M, not
@@ -221,6 +274,13 @@ The advantage in log loss is mainly better calibration: after temperature scalin
 over 2 × and 4 ×. Four members are worse than two at every compute here. All values are means over
 two seeds.
 """
+CONCLUSION_VERDICTS = {
+    "two members have a lower log loss than one network trained as long": "holds",
+    "they also have a lower log loss after temperature scaling": "undecided",
+    "they are better calibrated without held-out samples": "holds",
+    "two members gain on one network as the compute grows": "holds",
+}
+"""Verdicts on which the conclusion relies."""
 
 BEYOND = {
     "compare": "At equal compute: members, one network trained longer, a wider one, or several?",
@@ -245,8 +305,31 @@ def markdown(entries: list[dict[str, Any]]) -> str:
         links = [f"[{preset}]({name}/{preset}/figure.png)" for preset in presets]
         beyond.append(table_row(f"`{name}`: {', '.join(links) or 'not run'}", question))
     compared = by_title.get(("compare", "cpu"))
-    text = "Not run." if compared is None else compare_section(compared["table"])
-    return "\n".join(lines) + "\n" + TAIL.format(beyond="\n".join(beyond), compare=text)
+    text = "Not run." if compared is None else compare_section(compared)
+    gradients = claims_of(by_title["gradients", "cpu"])
+    tail = TAIL.format(
+        beyond="\n".join(beyond),
+        compare=text,
+        cosine=number_text(gradients["|cos| ∝ 1/width, as in the paper"]["value"], 2),
+        squared=number_text(gradients["cos² ∝ 1/width (theory)"]["value"], 1),
+    )
+    return "\n".join(lines) + "\n" + tail
+
+
+def claims_of(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the claims of an entry by their statements."""
+    return {claim["statement"]: claim for claim in entry["claims"]}
+
+
+def check_verdicts(entry: dict[str, Any], verdicts: Mapping[str, str]) -> None:
+    """Raise if a text relies on verdicts that the results no longer give."""
+    claims = claims_of(entry)
+    for statement, verdict in verdicts.items():
+        if claims[statement]["verdict"] != verdict:
+            raise ValueError(
+                f"{entry['name']}: the text says that {statement!r} is {verdict!r}, got "
+                f"{claims[statement]['verdict']!r}. Rewrite the text."
+            )
 
 
 def is_far(entry: dict[str, Any]) -> bool:
@@ -258,9 +341,10 @@ def is_far(entry: dict[str, Any]) -> bool:
     return manifest["cells"] >= len(cells_of(entry["name"], SETTINGS[preset])) / 10
 
 
-def compare_section(table: list[list[str]]) -> str:
+def compare_section(entry: dict[str, Any]) -> str:
     """Return the table of ``compare``: a row for each system, a column for each budget."""
-    header, *rows = table
+    check_verdicts(entry, CONCLUSION_VERDICTS)
+    header, *rows = entry["table"]
     cells: dict[tuple[str, int], list[list[float]]] = {}
     parameters: dict[str, float] = {}
     for row in rows:
@@ -293,13 +377,33 @@ def compared_text(values: list[list[float]]) -> str:
 def row_of(figure: Figure, entry: dict[str, Any]) -> str:
     """Return the row of a figure; its claim must exist."""
     preset, label = entry["manifest"]["preset"], entry["manifest"]["label"]
-    (claim,) = [claim for claim in entry["claims"] if claim["statement"] == figure.claim]
+    check_verdicts(entry, figure.verdicts)
+    claims = claims_of(entry)
+    values = {name: claims[statement]["value"] for name, statement in figure.values.items()}
+    points = {name: 100 * claims[statement]["value"] for name, statement in figure.points.items()}
+    comment = re.sub(r"(?<!\w)-(?=\d)", "−", figure.comment.format(**values, **points))
+    claim = claims[figure.claim]
     cells = count_text(entry)
     scale = f"{preset}, {cells}" if " of " in cells else preset
     name = f"[{figure.name}]({figure.name}/{preset}/figure.png) ({scale}), {label}"
-    measured = claim["note"] or f"{claim['value']:.2f} [{claim['low']:.2f}, {claim['high']:.2f}]"
+    measured = claim["note"] or interval_text(claim)
     text = f"{claim['measure']}: {measured}"
-    return table_row(name, figure.statement, text, f"**{claim['verdict']}**", figure.comment)
+    return table_row(name, figure.statement, text, f"**{claim['verdict']}**", comment)
+
+
+def interval_text(claim: dict[str, Any]) -> str:
+    """Return the value of a claim with its interval, with more digits if they are small."""
+    ends = [claim["value"], claim["low"], claim["high"]]
+    if None in ends:
+        return f"{claim['value']:.2f}, no interval"
+    digits = 2 if max(map(abs, ends)) >= 0.1 else 3
+    value, low, high = (number_text(end, digits) for end in ends)
+    return f"{value} [{low}, {high}]"
+
+
+def number_text(value: float, digits: int) -> str:
+    """Return a number with a minus sign instead of a hyphen."""
+    return f"{value:.{digits}f}".replace("-", "−")
 
 
 def table_row(*cells: object) -> str:

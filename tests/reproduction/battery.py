@@ -126,11 +126,12 @@ def check_figure(figure):
     for panel in figure.panels:
         assert panel.title, panel
         assert len({curve.label for curve in panel.curves}) == len(panel.curves), panel.title
-        last = max(max(curve.x, default=0) for curve in panel.curves)
+        lines = [curve for curve in panel.curves if curve.style == "line"]
+        last = max((curve.x[-1] for curve in lines), default=0)
         for curve in panel.curves:
             label = labels.setdefault((curve.colour, curve.style), curve.label)
             assert label == curve.label, (panel.title, label, curve.label)
-            is_against_members = panel.x_label.endswith(" M") and curve.style != "points"
+            is_against_members = panel.x_label.endswith(" M") and curve.style == "line"
             if is_against_members and curve.x[-1] < last:
                 assert curve.ends, (panel.title, curve.label)
 
