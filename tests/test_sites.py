@@ -7,7 +7,7 @@ from torch import nn
 
 import embens
 from embens import laws, sites
-from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site, find_layers, modulate
+from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site, find_layers
 
 # Layers
 
@@ -129,34 +129,6 @@ def test_an_invalid_registration_raises():
         embens.register_layer(Swapped, lambda layer: (1, 1), weight="inout")
     with pytest.raises(TypeError, match="channels must be a function of a layer"):
         embens.register_layer(Swapped, (1, 1))
-
-
-LAYERS = {
-    "linear": lambda: nn.Linear(6, 4),
-    "conv": lambda: nn.Conv2d(6, 4, 3),
-    "grouped conv": lambda: nn.Conv2d(6, 4, 3, groups=2),
-    "conv1d": lambda: nn.Conv1d(6, 4, 3),
-    "transposed": lambda: nn.ConvTranspose2d(6, 4, 3),
-    "grouped transposed": lambda: nn.ConvTranspose1d(6, 4, 3, groups=2),
-}
-
-
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-@pytest.mark.parametrize("sides", ["pre", "post", "both", "none"])
-def test_modulated_weights_modulate_activations(make, sides):
-    module = make().double()
-    (layer,) = find_layers(module).values()
-    x = torch.randn(2, 6, *(5,) * layer.spatial, dtype=torch.float64)
-    v = torch.randn(4, dtype=torch.float64) if sides in ("pre", "both") else None
-    u = torch.randn(6, dtype=torch.float64) if sides in ("post", "both") else None
-    shape = (-1, *(1,) * layer.spatial)
-    expected = module(x if u is None else x * u.view(shape))
-    if v is not None:
-        expected = expected * v.view(shape)
-    with torch.no_grad():
-        module.weight.copy_(modulate(layer, module.weight, "weight", v, u))
-        module.bias.copy_(modulate(layer, module.bias, "bias", v, u))
-    torch.testing.assert_close(module(x), expected)
 
 
 # Specification

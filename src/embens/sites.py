@@ -288,65 +288,6 @@ def _recurrent_layers(name: str, module: nn.RNNBase) -> list[Layer]:
     return layers
 
 
-def modulate(
-    layer: Layer, tensor: Tensor, kind: str, pre: Tensor | None, post: Tensor | None
-) -> Tensor:
-    r"""Return one member's weight :math:`v u^\top \circ W` or bias :math:`v \circ b`.
-
-    Args:
-        layer: The layer that the tensor belongs to.
-        tensor: A weight or a bias of the layer, the rows of this layer only.
-        kind: "weight" or "bias".
-        pre: :math:`v` of one member, ``(out,)``, or None.
-        post: :math:`u` of one member, ``(in,)``, or None.
-
-    Returns:
-        A tensor of the same shape.
-    """
-    if kind == "bias":
-        return tensor if pre is None else tensor * pre
-    scale = _weight_scale(layer, pre, post)
-    if scale is None:
-        return tensor
-    positions = tensor.dim() - 2
-    return tensor * scale.reshape(*scale.shape, *(1,) * positions)
-
-
-def _weight_scale(layer: Layer, pre: Tensor | None, post: Tensor | None) -> Tensor | None:
-    """Return the factors of a weight over its first two axes, which may have size 1."""
-    if layer.groups > 1:
-        return _grouped_scale(layer, pre, post)
-    out_scale = None if pre is None else pre.unsqueeze(1)
-    in_scale = None if post is None else post.unsqueeze(0)
-    if out_scale is None or in_scale is None:
-        scale = in_scale if out_scale is None else out_scale
-    else:
-        scale = out_scale * in_scale
-    if scale is not None and layer.transposed:
-        scale = scale.mT
-    return scale
-
-
-def _grouped_scale(layer: Layer, pre: Tensor | None, post: Tensor | None) -> Tensor | None:
-    """Return the factors of a grouped convolution's weight, ``(out, in / groups)`` or swapped."""
-    if pre is None and post is None:
-        return None
-    assert layer.inputs is not None
-    assert layer.outputs is not None
-    groups = layer.groups
-    shape = (groups, layer.outputs // groups, layer.inputs // groups)
-    reference = pre if pre is not None else post
-    assert reference is not None
-    scale = reference.new_ones(shape)
-    if pre is not None:
-        scale = scale * pre.view(groups, -1, 1)
-    if post is not None:
-        scale = scale * post.view(groups, 1, -1)
-    if layer.transposed:
-        scale = scale.mT
-    return scale.flatten(0, 1)
-
-
 # Specification
 
 

@@ -177,13 +177,13 @@ def test_generators_of_other_devices_are_not_seeded(monkeypatch):
 def test_random_generators_of_python_stay_unchanged(monkeypatch):
     from embens.ensemble import crosscheck
 
-    plain_network = crosscheck.plain_network
+    plain_member = crosscheck.plain_member
 
     def drawing(*args, **kwargs):
         random.random()
-        return plain_network(*args, **kwargs)
+        return plain_member(*args, **kwargs)
 
-    monkeypatch.setattr(crosscheck, "plain_network", drawing)
+    monkeypatch.setattr(crosscheck, "plain_member", drawing)
     state = random.getstate()
     embed()(torch.randn(5, 6))
     assert random.getstate() == state
@@ -193,14 +193,14 @@ def test_parameters_are_not_copied(monkeypatch):
     from embens.ensemble import crosscheck
 
     addresses = []
-    plain_network = crosscheck.plain_network
+    plain_member = crosscheck.plain_member
 
     def recording(*args, **kwargs):
-        network = plain_network(*args, **kwargs)
+        network = plain_member(*args, **kwargs)
         addresses.append(network.norm.weight.data_ptr())
         return network
 
-    monkeypatch.setattr(crosscheck, "plain_network", recording)
+    monkeypatch.setattr(crosscheck, "plain_member", recording)
     ensemble = embed(training=True)
     ensemble(torch.randn(5, 6)).sum().backward()
     assert addresses == [ensemble.reference.norm.weight.data_ptr()]

@@ -1,15 +1,22 @@
 """Arguments of a call: those of the ensemble, and those of the reference."""
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from embens.checks import check_choice
+from embens.graph.snapshots import PLAIN, attributes_of
 from embens.losses import BATCH_KINDS
+
+_PASSED_ON = (nn.Module, FunctionType, MethodType, BuiltinFunctionType, type, torch.Generator)
+"""Arguments that all members get as they are."""
 
 
 def bind_inputs(reference: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -93,3 +100,49 @@ def check_rows(inputs: tuple[Any, ...], batch: str, members: int) -> None:
         )
     if len(first_axes) > 1:
         raise ValueError(f"batch='split' expects equal numbers of rows, got shapes {shapes}.")
+
+
+def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return arguments that a member may change without being seen by others or the caller.
+
+    A tensor that occurs twice is copied once. Objects other than containers are copied with the
+    tensors in their attributes; a cache that a network fills is such an object.
+    """
+    copies: dict[int, Any] = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            copies[id(leaf)] = _private_tensor(leaf)
+        elif not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
+            copies[id(leaf)] = _private_object(leaf, copies)
+    return tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
+
+
+def _private_tensor(x: Tensor) -> Tensor:
+    """Return a copy of a tensor with the attributes that the user has set."""
+    copied = x.clone()
+    if not torch.compiler.is_compiling() and type(x) is Tensor and vars(x):
+        vars(copied).update(tree_map_only(Tensor, Tensor.clone, vars(x)))
+    return copied
+
+
+def _held_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in containers and in attributes of objects."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif id(leaf) not in seen and not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
+            seen.add(id(leaf))
+            yield from _held_tensors([item for _, item in attributes_of(leaf)], seen)
+
+
+def _private_object(argument: Any, copies: dict[int, Any]) -> Any:
+    memo = dict(copies)
+    for tensor in _held_tensors(argument, set()):  # deepcopy would cut their gradients
+        memo.setdefault(id(tensor), tensor.clone())
+    try:
+        return copy.deepcopy(argument, memo)
+    except Exception as error:  # its class may raise anything
+        raise TypeError(
+            f"an argument of type {type(argument).__name__} cannot be copied for each member: "
+            f"{error}. Pass tensors, or containers of tensors."
+        ) from error

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from embens.ensemble.merged import computed_tensors, member_tensors, plain_network
+from embens.ensemble.extraction import plain_network
+from embens.ensemble.weights import computed_tensors, member_tensors
 from embens.graph.reading import Flow, read_flow
 from embens.graph.snapshots import HOOKS
 from embens.graph.watching import watch_flow

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
+from embens.ensemble.weights import parametrized_names
 from embens.graph.reading import copy_module
 from embens.graph.snapshots import PLAIN, STANDARD_ATTRIBUTES, snapshot
 from embens.sites import Layer
@@ -410,14 +411,6 @@ def _add_computed_slots(module: nn.Module, table: str, *, plain: bool) -> None:
         del module._modules["parametrizations"]
     for name in names:
         getattr(module, table)[name] = None
-
-
-def parametrized_names(module: nn.Module) -> list[str]:
-    """Return the names of the tensors that parametrizations of a module compute."""
-    if not parametrize.is_parametrized(module):
-        return []
-    parametrizations: Any = module.parametrizations
-    return list(parametrizations)
 
 
 def copy_attributes(attributes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

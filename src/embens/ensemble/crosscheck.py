@@ -17,15 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from embens.ensemble.binding import private_arguments
 from embens.ensemble.changes import mark_of
 from embens.ensemble.copies import is_transformed
-from embens.ensemble.merged import (
-    computed_tensors,
-    member_tensors,
-    modulations_by_layer,
-    plain_network,
-    private_arguments,
-)
+from embens.ensemble.extraction import plain_member
 from embens.graph.members import Folded
 from embens.graph.snapshots import unchanged_random_state
 
@@ -140,42 +135,44 @@ def find_difference(
     tensors = (*state, *arguments)
     if is_transformed() or not all(_is_comparable(tensor) for tensor in tensors):
         raise _Undecided
-    generator_state = ensemble.generator_state
     # Modes of torch may count operations, or record them in a graph.
     with (
         _disable_current_modes(),
         _unchanged_buffers(ensemble.reference),
         _unchanged_generators(tensors) as generators,
     ):
-        if generator_state is not None:
-            ensemble.generator_state = generator_state.clone()
         a = min(ensemble.members, 2) - 1
-        values = {name: stack[: a + 1] for name, stack in ensemble.sample_values().items()}
-        ensemble.generator_state = generator_state
+        values = {name: stack[: a + 1] for name, stack in _sample_values(ensemble).items()}
         seed = int(torch.randint(2**31, ()))
         marks = [mark_of(tensor) for tensor in state]
-        plain = _plain_network(ensemble, a, values)
-        _seed(generators, seed)
-        seeded = [generator.get_state() for generator in generators]
-        args, named = private_arguments(inputs, kwargs)
-        try:
-            expected = _detach(plain(*args, **named))
-        except Exception as error:  # any error of the user's code; the merged pass raises it again
-            raise _Undecided(f"a plain member raises {type(error).__name__}") from error
+        plain = plain_member(ensemble, a, values, share_parameters=True)
+        before = _seed(generators, seed)
+        expected = _run_plain(plain, inputs, kwargs)
         if marks != [mark_of(tensor) for tensor in state]:
             return "its code changes a parameter"
+        after = [generator.get_state() for generator in generators]
         count = a + 1
-        if not all(map(torch.equal, seeded, [generator.get_state() for generator in generators])):
+        if not all(map(torch.equal, before, after)):  # the code draws random numbers
             count = 1
             values = {name: stack[a:] for name, stack in values.items()}
         if per_member:
             arguments = [torch.cat([x] * count) for x in arguments]
         _seed(generators, seed)
         try:
-            outputs = _detach(_run_folded(folded, count, state, values, arguments))
+            outputs = _run_folded(folded, count, state, values, arguments)
         except Exception as error:  # torch.fx has misread the code
             return f"its folded form raises {type(error).__name__}"
         return _compare(outputs, expected, precision)
+
+
+def _sample_values(ensemble: "EmbeddedEnsemble") -> dict[str, Tensor]:
+    """Return the values of one pass; the generator of fresh masks keeps its state."""
+    generator_state = ensemble.generator_state
+    if generator_state is not None:
+        ensemble.generator_state = generator_state.clone()
+    values = ensemble.sample_values()
+    ensemble.generator_state = generator_state
+    return values
 
 
 def _is_comparable(tensor: Tensor) -> bool:
@@ -221,22 +218,22 @@ def _unchanged_generators(tensors: Iterable[Tensor]) -> Iterator[list[torch.Gene
                 generator.set_state(state)
 
 
-def _seed(generators: Iterable[torch.Generator], seed: int) -> None:
-    for generator in generators:
-        generator.manual_seed(seed)
+def _seed(generators: Iterable[torch.Generator], seed: int) -> list[Tensor]:
+    """Seed generators and return their states."""
+    return [generator.manual_seed(seed).get_state() for generator in generators]
 
 
-def _plain_network(ensemble: "EmbeddedEnsemble", a: int, values: dict[str, Tensor]) -> nn.Module:
-    """Return a member as a plain network that shares memory with the ensemble."""
-    member_values = {name: stack[a].detach() for name, stack in values.items()}
-    spec, reference = ensemble.spec, ensemble.reference
-    with torch.no_grad():
-        computed = computed_tensors(reference)
-        tensors = member_tensors(reference, ensemble.layers, spec, member_values, computed)
-        scales = modulations_by_layer(spec, member_values)
-        attributes = ensemble.merged.member_attributes()[a]
-        tensors = {**computed, **tensors}
-        return plain_network(ensemble, tensors, scales, attributes, share_parameters=True)
+def _run_plain(plain: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the outputs of a plain member.
+
+    Raises:
+        _Undecided: If the code raises an error; the merged pass raises it again.
+    """
+    args, named = private_arguments(inputs, kwargs)
+    try:
+        return _detach(plain(*args, **named))
+    except Exception as error:
+        raise _Undecided(f"a plain member raises {type(error).__name__}") from error
 
 
 def _run_folded(
@@ -254,7 +251,7 @@ def _run_folded(
         tensors.append(_leaf(tensor) if is_parameter else _copy(tensor))
     shared = folded.prefix.forward(*tensors, *[_copy(tensor) for tensor in arguments])
     member_values = [_copy(values[name]) for name in folded.values]
-    return folded.suffix.forward(count, *shared, *tensors, *member_values)
+    return _detach(folded.suffix.forward(count, *shared, *tensors, *member_values))
 
 
 def _leaf(tensor: Tensor) -> Tensor:

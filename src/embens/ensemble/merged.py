@@ -1,114 +1,33 @@
 r"""The merged executor: the definition of a member.
 
 Member :math:`a` is the reference with other tensors: modulated weights
-:math:`v_a u_a^\top \circ W`, low-rank or separate weights, and separate buffers.
-:func:`member_tensors` computes them. The executor keeps a copy of the reference for each member. A
-copy has the user's classes and code and shares every tensor that does not differ. Before a pass the
+:math:`v_a u_a^\top \circ W`, low-rank or separate weights, and separate buffers
+(:mod:`embens.ensemble.weights`). The executor keeps a copy of the reference for each member. A copy
+has the user's classes and code and shares every tensor that does not differ. Before a pass the
 member's tensors are put into its parameter slots. So control flow, hooks, tied weights, code that
 mixes samples, and state in attributes behave as in a separate network, and recomputation in the
 backward pass finds the member's weights.
 """
 
-import copy
 import threading
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from embens.ensemble.binding import private_arguments
 from embens.ensemble.changes import BufferChange, StateGuard
-from embens.ensemble.copies import Attributes, MemberCopy, parametrized_names, structure_of
+from embens.ensemble.copies import Attributes, MemberCopy, structure_of
 from embens.ensemble.outside import OutsideState
 from embens.ensemble.separation import separate_buffer
-from embens.graph.reading import copy_module, has_user_code
-from embens.graph.snapshots import PLAIN, attributes_of
+from embens.ensemble.weights import computed_tensors, member_tensors, modulations_by_layer
+from embens.graph.reading import has_user_code
 from embens.modes import constant_when_compiled
-from embens.sites import EnsembleSpec, Layer, modulate
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
-
-_PASSED_ON = (nn.Module, FunctionType, MethodType, BuiltinFunctionType, type, torch.Generator)
-"""Arguments that all members get as they are."""
-
-
-def member_tensors(
-    reference: nn.Module,
-    layers: Mapping[str, Layer],
-    spec: EnsembleSpec,
-    values: Mapping[str, Tensor],
-    computed: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Return the tensors of one member that differ from the reference's.
-
-    Args:
-        reference: The ensemble's copy of the reference.
-        layers: Its parameter layers.
-        spec: How members differ.
-        values: The member's values, without the member axis.
-        computed: Tensors of parametrized layers, evaluated once for all members.
-
-    Returns:
-        A dictionary from names such as ``"layer.weight"`` to tensors.
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def current(layer: Layer, tensor_name: str) -> tuple[str, Tensor]:
-        name = f"{layer.module}.{tensor_name}".lstrip(".")
-        if name in tensors:
-            return name, tensors[name]
-        if name in computed:
-            return name, computed[name]
-        return name, getattr(reference.get_submodule(layer.module), tensor_name)
-
-    for item in spec.per_member:
-        for tensor_name in item.tensors:
-            name = f"{item.module}.{tensor_name}".lstrip(".")
-            tensors[name] = values[name]
-    for site in spec.low_rank:
-        layer = layers[site.layer]
-        change = values[f"{site.layer}.left"] @ values[f"{site.layer}.right"]
-        first_column = 0
-        for tensor_name in layer.weights:  # side by side, as in Layer.matrix
-            name, tensor = current(layer, tensor_name)
-            weight = layer.part(tensor)
-            columns = weight[0].numel()
-            delta = change.narrow(1, first_column, columns).reshape(weight.shape)
-            weight = weight * (1 + delta) if site.kind == "multiplicative" else weight + delta
-            tensors[name] = layer.with_part(tensor, weight)
-            first_column += columns
-    for layer_name, (pre, post) in modulations_by_layer(spec, values).items():
-        layer = layers[layer_name]
-        if not layer.mergeable:
-            continue
-        for tensor_name in layer.weights:
-            name, tensor = current(layer, tensor_name)
-            input_scale = None if tensor_name in layer.recurrent else post
-            weight = modulate(layer, layer.part(tensor), "weight", pre, input_scale)
-            tensors[name] = layer.with_part(tensor, weight)
-        if pre is not None:
-            for tensor_name in layer.biases:
-                name, tensor = current(layer, tensor_name)
-                bias = modulate(layer, layer.part(tensor), "bias", pre, None)
-                tensors[name] = layer.with_part(tensor, bias)
-    return tensors
-
-
-def modulations_by_layer(
-    spec: EnsembleSpec, values: Mapping[str, Tensor]
-) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """Return one member's ``(pre, post)`` of each modulated layer, one value per channel."""
-    by_layer: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-    for site in spec.sites:
-        value = values[site.key]
-        if site.repeat > 1:
-            value = value.repeat_interleave(site.repeat)
-        pre, post = by_layer.get(site.layer, (None, None))
-        by_layer[site.layer] = (value, post) if site.kind == "pre" else (pre, value)
-    return by_layer
 
 
 class MergedExecutor:
@@ -250,7 +169,7 @@ class MergedExecutor:
             outputs = torch.func.functional_call(
                 copied.module, {**computed, **tensors}, args, kwargs, tie_weights=False
             )
-            check_outputs(outputs)
+            refuse_hidden_tensors(outputs)
             return outputs
         with self.lock:
             copied.bind({**computed, **tensors}, scales)
@@ -266,7 +185,7 @@ class MergedExecutor:
             for change in guard.buffer_changes():
                 self._separate_buffer(a, change, values)
             self.is_noted = False
-        check_outputs(outputs)
+        refuse_hidden_tensors(outputs)
         return outputs
 
     def _call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -321,7 +240,7 @@ class MergedExecutor:
             slots[change.name] = member.alias(full_name, stack[a])
 
 
-def check_outputs(outputs: Any) -> None:
+def refuse_hidden_tensors(outputs: Any) -> None:
     """Raise TypeError if outputs hide their tensors."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor):
@@ -334,113 +253,3 @@ def check_outputs(outputs: Any) -> None:
                 "Return a tensor, tuple, list or dictionary, or register the class with "
                 "torch.utils._pytree.register_dataclass."
             )
-
-
-def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return arguments that a member may change without being seen by others or the caller.
-
-    A tensor that occurs twice is copied once. Objects other than containers are copied with the
-    tensors in their attributes; a cache that a network fills is such an object.
-    """
-    copies: dict[int, Any] = {}
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            copies[id(leaf)] = _private_tensor(leaf)
-        elif not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
-            copies[id(leaf)] = _private_object(leaf, copies)
-    return tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
-
-
-def _private_tensor(x: Tensor) -> Tensor:
-    """Return a copy of a tensor with the attributes that the user has set."""
-    copied = x.clone()
-    if not torch.compiler.is_compiling() and type(x) is Tensor and vars(x):
-        vars(copied).update(tree_map_only(Tensor, Tensor.clone, vars(x)))
-    return copied
-
-
-def _held_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in containers and in attributes of objects."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif id(leaf) not in seen and not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
-            seen.add(id(leaf))
-            yield from _held_tensors([item for _, item in attributes_of(leaf)], seen)
-
-
-def _private_object(argument: Any, copies: dict[int, Any]) -> Any:
-    memo = dict(copies)
-    for tensor in _held_tensors(argument, set()):  # deepcopy would cut their gradients
-        memo.setdefault(id(tensor), tensor.clone())
-    try:
-        return copy.deepcopy(argument, memo)
-    except Exception as error:  # its class may raise anything
-        raise TypeError(
-            f"an argument of type {type(argument).__name__} cannot be copied for each member: "
-            f"{error}. Pass tensors, or containers of tensors."
-        ) from error
-
-
-def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that parametrizations compute, by name."""
-    tensors = {}
-    for name, module in reference.named_modules():
-        for key in parametrized_names(module):
-            tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
-    return tensors
-
-
-def plain_member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
-    """Return a member as a plain network that shares no tensor with the ensemble."""
-    values: dict[str, Tensor] = {}
-    tied: dict[int, Tensor] = {}  # tied tensors of a member stay tied
-    for name, stack in ensemble.sample_values().items():
-        values[name] = tied.setdefault(id(stack), stack.detach()[a])
-    with torch.no_grad():
-        computed = computed_tensors(ensemble.reference)
-        tensors = member_tensors(
-            ensemble.reference, ensemble.layers, ensemble.spec, values, computed
-        )
-        scales = modulations_by_layer(ensemble.spec, values)
-        attributes = ensemble.merged.member_attributes()[a]
-        return plain_network(ensemble, {**computed, **tensors}, scales, attributes)
-
-
-def plain_network(
-    ensemble: "EmbeddedEnsemble",
-    tensors: Mapping[str, Tensor],
-    scales: dict[str, tuple[Tensor | None, Tensor | None]],
-    attributes: Mapping[str, dict[str, Any]] | None = None,
-    *,
-    share_parameters: bool = False,
-) -> nn.Module:
-    """Return a copy of the reference with some tensors replaced; all tensors are cloned.
-
-    Args:
-        ensemble: The ensemble.
-        tensors: Tensors to replace, by name.
-        scales: Modulations of layers that are scaled by hooks.
-        attributes: Attributes that the member's code has assigned, by module.
-        share_parameters: Whether parameters are not cloned, but share the memory of the given ones.
-    """
-    copied = MemberCopy(ensemble, plain=True)
-    copied.set_attributes(attributes or {})
-    copied.bind(tensors, scales)
-    trainable = {name: p.requires_grad for name, p in ensemble.reference.named_parameters()}
-    clones: dict[int, Any] = {}
-    for name, module in copied.module.named_modules():
-        prefix = f"{name}." if name else ""
-        for key, tensor in module._parameters.items():
-            if tensor is not None and id(tensor) not in clones:
-                flag = trainable.get(prefix + key, True)
-                if prefix + key in ensemble.individual:
-                    flag = ensemble.individual[prefix + key].requires_grad
-                values = tensor.detach()
-                if not share_parameters:
-                    values = values.clone()
-                clones[id(tensor)] = nn.Parameter(values, flag)
-        for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) not in clones:
-                clones[id(buffer)] = buffer.detach().clone()
-    return copy_module(copied.module, clones)

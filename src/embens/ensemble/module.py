@@ -653,9 +653,9 @@ class EmbeddedEnsemble(nn.Module):
                 "modulations that are drawn at each pass belong to no member. Use fresh=False for "
                 "a fixed set."
             )
-        from embens.ensemble.merged import plain_member
+        from embens.ensemble.extraction import plain_member
 
-        return plain_member(self, a)
+        return plain_member(self, a, self.sample_values())
 
     def _index(self, a: Any) -> int:
         """Return the index of a member, which may be counted from the end."""
