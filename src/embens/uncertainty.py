@@ -179,6 +179,11 @@ class RiskCoverage:
     Attributes:
         coverage: Fraction of rows that is kept ``(batch,)``, increasing to 1.
         risk: Mean loss of the kept rows ``(batch,)``.
+
+    Example:
+        >>> curve = risk_coverage(torch.tensor([0.0, 1.0]), torch.tensor([0.1, 0.7]))
+        >>> curve.coverage.tolist(), curve.area
+        ([0.5, 1.0], 0.25)
     """
 
     coverage: Float[Tensor, " batch"]
@@ -194,6 +199,13 @@ class RiskCoverage:
 
         Args:
             path: File to write.
+
+        Example:
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "curve.png")
+            >>> risk_coverage(torch.tensor([0.0, 1.0]), torch.tensor([0.1, 0.7])).plot(path)
+            >>> os.path.getsize(path) > 0
+            True
         """
         coverage, risk = self.coverage.tolist(), self.risk.tolist()
         with picture(path, xlabel="fraction of rows kept", ylabel="mean loss") as axes:
@@ -236,6 +248,11 @@ class Flags:
         scores: Uncertainty of the rows ``(batch,)``.
         held_out: Uncertainty of held-out rows ``(row,)``.
         rate: Largest rate of false alarms.
+
+    Example:
+        >>> flags = Flags(torch.tensor([0.1, 5.0]), held_out=torch.linspace(0, 1, 19), rate=0.1)
+        >>> flags.flagged
+        tensor([False,  True])
     """
 
     scores: Float[Tensor, " batch"]
@@ -257,6 +274,13 @@ class Flags:
 
         Args:
             path: File to write.
+
+        Example:
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "flags.png")
+            >>> Flags(torch.tensor([0.1, 5.0]), torch.linspace(0, 1, 19), rate=0.1).plot(path)
+            >>> os.path.getsize(path) > 0
+            True
         """
         new_label = f"new rows, {self.flagged.float().mean():.0%} flagged"
         threshold_label = f"{self.rate:.0%} false alarms"
@@ -274,6 +298,11 @@ class ConformalSets:
         sets: Membership of classes in the sets ``(batch, class)``; a set may be empty.
         coverage: The probability that a set contains the true class.
         threshold: Smallest probability of a class in a set.
+
+    Example:
+        >>> sets = ConformalSets(torch.tensor([[True, False], [True, True]]), 0.9, 0.3)
+        >>> sets.sizes.tolist(), sets.covered(torch.tensor([1, 1]))
+        ([1, 2], 0.5)
     """
 
     sets: Bool[Tensor, "batch class"]
@@ -308,6 +337,13 @@ class ConformalSets:
 
         Args:
             path: File to write.
+
+        Example:
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "sizes.png")
+            >>> ConformalSets(torch.tensor([[True, False], [True, True]]), 0.9, 0.3).plot(path)
+            >>> os.path.getsize(path) > 0
+            True
         """
         classes = self.sets.shape[1]
         shares = self.sizes.bincount(minlength=classes + 1) / len(self.sets)
@@ -352,6 +388,11 @@ class ConformalIntervals:
         high: Upper ends; below ``low`` where the interval is empty.
         coverage: The probability that an interval contains the true value.
         margin: The number by which both sides of the prediction interval were widened.
+
+    Example:
+        >>> intervals = ConformalIntervals(-torch.ones(2), torch.ones(2), 0.9, margin=0.5)
+        >>> intervals.covered(torch.tensor([0.0, 3.0]))
+        0.5
     """
 
     low: Tensor

@@ -55,6 +55,12 @@ def to_onnx(
     Raises:
         OSError: If no file can be written there, for example because it is a folder.
         ValueError: If the network cannot be exported.
+
+    Example:
+        >>> import tempfile
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> to_onnx(net, f"{tempfile.mkdtemp()}/net.onnx", torch.zeros(5, 4)).name
+        'net.onnx'
     """
     for library in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(library) is None:

@@ -102,6 +102,9 @@ class FiniteKernel:
             *args: As for ``torch.Tensor.to``.
             **kwargs: As for ``torch.Tensor.to``.
 
+        Returns:
+            A kernel with blocks of the same shapes.
+
         Example:
             >>> kernel = FiniteKernel(torch.ones(2, 2, 1, 1), torch.ones(2, 1, 1))
             >>> kernel.to(torch.float64).shared.dtype

@@ -238,6 +238,7 @@ class Shifted(_Gaussian):
 
     @property
     def std(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        r"""Standard deviation :math:`\sqrt{1 - p^2}`."""
         # The product keeps full accuracy for p near ±1, unlike 1 − p².
         return math.sqrt((1 - self.p) * (1 + self.p))
 

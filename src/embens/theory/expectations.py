@@ -45,7 +45,10 @@ class Dual(ABC):
         ...         moment = 1.0 if law is None else law.mean**2
         ...         return moment * c, moment * torch.ones_like(c)
         >>> one = torch.ones(1)
-        >>> Linear().same(one, one, 0.5 * one, None)[0]
+        >>> dual = Linear().prepare(q_max=1.0, law=None)
+        >>> dual.same(one, one, 0.5 * one, None)[0]
+        tensor([0.5000])
+        >>> dual.joint(one, one, 0.5 * one, None, members=4)[0]
         tensor([0.5000])
     """
 

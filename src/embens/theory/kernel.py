@@ -42,6 +42,9 @@ class MemberKernel:
         >>> mean, deviation = kernel.modes(members=4)
         >>> mean.trace().item(), deviation.trace().item()
         (15.0, 3.0)
+        >>> kernel.dense(members=4).shape
+        torch.Size([4, 4, 3, 3])
+        >>> kernel.require_exchangeable("my_function")  # raises if the kernel is conditional
     """
 
     same: Float[Tensor, "*a n1 n2"]
@@ -130,6 +133,10 @@ class Kernels:
                 [0.0000, 1.5000]])
         >>> k[:1].nngp.same.shape
         torch.Size([1, 2])
+        >>> k.to(torch.float64).nngp.same.dtype
+        torch.float64
+        >>> Kernels.of_blocks(k.blocks).nngp.cross.equal(k.nngp.cross)
+        True
     """
 
     nngp: MemberKernel

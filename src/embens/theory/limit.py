@@ -63,6 +63,8 @@ class Limit:
         >>> limit = Limit(networks.mlp(2, 8, depth=1), torch.eye(2))
         >>> limit.shape, limit.block(rows=slice(0, 1)).nngp.same.shape
         ((2, 2), torch.Size([1, 2]))
+        >>> len(limit.fingerprint())
+        64
     """
 
     def __init__(

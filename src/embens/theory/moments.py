@@ -125,6 +125,10 @@ class State:
         >>> state = State(Moments(torch.eye(2)))  # two inputs, a perceptron
         >>> state.replace(gaussian=True).covariance.shape
         torch.Size([2, 2])
+        >>> state.placement(nn.Linear(2, 2)).post is None  # not modulated
+        True
+        >>> state.equal_pixels(state.covariance).shape  # a perceptron has no pixels
+        torch.Size([2, 2])
     """
 
     same: Moments

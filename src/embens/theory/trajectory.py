@@ -54,6 +54,14 @@ class GradientFlow:
         (torch.Size([2, 2]), torch.Size([2]))
         >>> flow.sample(1.0, draws=3).shape
         torch.Size([3, 4, 2])
+        >>> spread = flow.variance(1.0) - flow.ensemble_variance(1.0)
+        >>> torch.allclose(flow.diversity(1.0), spread)
+        True
+        >>> flow.covariance(1.0).cross.shape
+        torch.Size([2, 2])
+        >>> outputs = torch.zeros(4, 2)  # of all members before training
+        >>> flow.evolve(1.0, train=outputs, test=outputs).shape
+        torch.Size([4, 2])
     """
 
     modes: PerMode[Mode]

@@ -41,41 +41,150 @@ class Callback:
     generators, and its :meth:`settings` identify the run in checkpoints.
 
     Example:
-        >>> class PrintLoss(Callback):
+        >>> from torch import nn
+        >>> from embens import batch_ensemble, fit
+        >>> from embens.training import Callback
+        >>> class Report(Callback):
+        ...     def on_start(self, run):
+        ...         print(f"{run.epochs} epochs of {run.steps_per_epoch} steps")
+        ...
         ...     def on_epoch(self, run, record):
-        ...         print(f"epoch {record['epoch']}: {record['loss']:.3f}")
+        ...         print(f"epoch {record['epoch']}: {run.steps} steps")
+        ...
+        ...     def on_end(self, run, history):
+        ...         print(f"stopped after all {history.stopped}")
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> data = torch.randn(64, 2), torch.randn(64)
+        >>> options = {"batch_size": 16, "epochs": 2, "progress": False}
+        >>> history = fit(batch_ensemble(net, 2), data, callbacks=[Report()], **options)
+        2 epochs of 4 steps
+        epoch 1: 4 steps
+        epoch 2: 8 steps
+        stopped after all epochs
     """
 
     changes_training = False
 
     def setup(self, options: Options) -> None:
-        """Change options before the run is built (see :class:`embens.training.Options`)."""
+        """Change options before the run is built.
+
+        Args:
+            options: The options, changed in place.
+
+        Example:
+            >>> from embens.training import Options
+            >>> class Split(Callback):
+            ...     changes_training = True
+            ...
+            ...     def setup(self, options):
+            ...         options.batch = "split"
+            >>> options = Options()
+            >>> Split().setup(options)
+            >>> options.batch
+            'split'
+        """
 
     def on_start(self, run: Run) -> None:
-        """Called once before the first step."""
+        """Called once before the first step.
+
+        Args:
+            run: The state of the run.
+        """
 
     def on_gradients(self, run: Run) -> None:
-        """Called when the gradients of a step are complete, before the optimizer's step."""
+        """Called when the gradients of a step are complete, before the optimizer's step.
+
+        Args:
+            run: The state of the run.
+
+        Example:
+            >>> class SignGradients(Callback):
+            ...     changes_training = True
+            ...
+            ...     def on_gradients(self, run):
+            ...         for parameter in run.parameters:
+            ...             parameter.grad.sign_()
+        """
 
     def on_step(self, run: Run) -> None:
-        """Called after each step of the optimizer."""
+        """Called after each step of the optimizer.
+
+        Args:
+            run: The state of the run.
+
+        Example:
+            >>> class StopAtStep(Callback):
+            ...     def on_step(self, run):
+            ...         if run.steps == 100:
+            ...             run.stop("100 steps")
+        """
 
     def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
-        """Called after each epoch with its row of ``history.epochs``."""
+        """Called after each epoch.
+
+        Args:
+            run: The state of the run.
+            record: The row of ``history.epochs``.
+        """
 
     def on_end(self, run: Run, history: History) -> None:
-        """Called once at the end, with the result of ``fit``."""
+        """Called once at the end.
+
+        Args:
+            run: The state of the run.
+            history: The result of ``fit``.
+        """
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that change the result: by default, all public attributes."""
+        """Return the settings that change the result; a run with other settings does not resume.
+
+        Returns:
+            All public attributes by name, unless a subclass returns others.
+
+        Example:
+            >>> ClipGradients(1.0).settings()
+            {'norm': 1.0, 'gamma': None}
+        """
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to be saved in checkpoints: tensors, scalars, strings, lists, dicts."""
+        """Return the state to be saved in checkpoints.
+
+        Returns:
+            Tensors, scalars and strings, in lists and dictionaries.
+
+        Example:
+            >>> class CountSteps(Callback):
+            ...     steps = 0
+            ...
+            ...     def on_step(self, run):
+            ...         self.steps += 1
+            ...
+            ...     def state_dict(self):
+            ...         return {"steps": self.steps}
+            ...
+            ...     def load_state_dict(self, state):
+            ...         self.steps = state["steps"]
+            >>> CountSteps().state_dict()
+            {'steps': 0}
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned.
+
+        Args:
+            state: The state.
+
+        Example:
+            >>> class CountSteps(Callback):
+            ...     def load_state_dict(self, state):
+            ...         self.steps = state["steps"]
+            >>> callback = CountSteps()
+            >>> callback.load_state_dict({"steps": 7})
+            >>> callback.steps
+            7
+        """
 
 
 class EpochFunction(Callback):

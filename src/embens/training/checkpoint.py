@@ -121,7 +121,11 @@ class Checkpoint(Callback):
             self.save(run)
 
     def save(self, run: Run) -> None:
-        """Write a checkpoint, then remove all but the last two."""
+        """Write a checkpoint, then remove all but the last two.
+
+        Args:
+            run: The state of the run.
+        """
         run.check_objectives()
         state = run.state_dict()
         if run.world.rank > 0 or not run.has_finite_weights():
@@ -159,7 +163,14 @@ class Checkpoint(Callback):
         return {}
 
     def load_last(self, run: Run) -> dict[str, Any] | None:
-        """Return the content of the last readable checkpoint, or None; warn about damaged files."""
+        """Read the last readable checkpoint; warn about damaged files.
+
+        Args:
+            run: The state of the run.
+
+        Returns:
+            The content of the file; None if there is none.
+        """
         template = run.state_dict(with_callbacks=False)  # in all processes
         for path in self._files():
             try:

@@ -88,7 +88,15 @@ class Options:
     schedule_every: Literal["epoch", "step"] = "epoch"
 
     def check(self) -> None:
-        """Raise ValueError for options that exclude one another."""
+        """Raise ValueError for options that exclude one another.
+
+        Example:
+            >>> try:
+            ...     Options(compile=True, chunk=2).check()
+            ... except ValueError as error:
+            ...     print(error)
+            Compile() needs all members at once; leave out Objective(chunk=…).
+        """
         if self.chunk is not None and (self.batch != "same" or self.of != "members"):
             raise ValueError("Objective(chunk=…) cannot be combined with of=… or Batches(…).")
         if self.compile and self.chunk is not None:
@@ -108,6 +116,12 @@ class Options:
 
         Raises:
             ValueError: If another callback has set a different metric.
+
+        Example:
+            >>> options = Options()
+            >>> options.choose_metric("nll", None)
+            >>> options.metric
+            'nll'
         """
         if metric is None:
             return

@@ -82,8 +82,11 @@ class Run:
     Example:
         >>> class StopAtLoss(Callback):
         ...     def on_step(self, run):
-        ...         if run.loss < 0.1:
+        ...         if run.agree(run.loss) < 0.1:
         ...             run.stop("the loss is below 0.1")
+        ...
+        ...     def on_epoch(self, run, record):
+        ...         print(run.learning_rates()["lr"], run.history().epochs[-1]["loss"])
     """
 
     def __init__(
@@ -215,7 +218,11 @@ class Run:
     # For the loop
 
     def history(self) -> History:
-        """Return the history up to now."""
+        """Return the history of the completed epochs.
+
+        Returns:
+            The history.
+        """
         return make_history(self.records, self.best_epoch, self.stopped or "epochs")
 
     def update_best(self, metric: float) -> None:
@@ -246,7 +253,11 @@ class Run:
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
-        """Return whether all parameters are finite."""
+        """Return whether all parameters are finite.
+
+        Returns:
+            True if no parameter is NaN or infinite.
+        """
         # One fused reduction; it may overflow, so only a finite norm is conclusive.
         if math.isfinite(torch.nn.utils.get_total_norm(self.parameters)):
             return True
