@@ -122,15 +122,19 @@ def number(x):
 
 
 def tensors(*geometries):
-    return (number([g[i] for g in geometries]) for i in (0, 1)), number(
-        [rho * (q1 if q1 == q2 else math.sqrt(q1 * q2)) for q1, q2, rho in geometries]
-    )
+    """Return q1, q2 and the covariances of geometries (q1, q2, ρ), exact where q1 = q2."""
+    covariances = []
+    for q1, q2, rho in geometries:
+        geometric_mean = q1 if q1 == q2 else math.sqrt(q1 * q2)
+        covariances.append(rho * geometric_mean)
+    first = number([q1 for q1, _, _ in geometries])
+    second = number([q2 for _, q2, _ in geometries])
+    return first, second, number(covariances)
 
 
 def all_five(module, law, *geometries):
     """Return F, G, H within a member and F, G between members, ``(geometry, 5)``."""
-    (q1, q2), c = tensors(*geometries)
-    return all_five_of(dual(module), law, q1, q2, c)
+    return all_five_of(dual(module), law, *tensors(*geometries))
 
 
 def all_five_of(of, law, q1, q2, c):
@@ -143,34 +147,40 @@ def nodes_of(law, step):
     if law is None:
         return number([1.0]), number([1.0])
     if isinstance(law, Discrete):
-        return tuple(number(list(x)) for x in zip(*law.atoms, strict=True))
+        values, probabilities = zip(*law.atoms, strict=True)
+        return number(values), number(probabilities)
     normal = torch.arange(-9, 9 + step / 2, step, dtype=torch.float64)
     return law.mean + law.std * normal, step * bell(normal)
 
 
 def by_grid(functions, law, q1, q2, rho, step):
     """Return all five by the trapezoidal rule in two normal variables and in v."""
-    phi, slope = functions
-    v, weights = nodes_of(law, step)
+    function, slope = functions
     line = torch.arange(-8.5, 8.5 + step / 2, step, dtype=torch.float64)
     probability = step * bell(line)
-    first = math.sqrt(q1) * line
+    z1 = math.sqrt(q1) * line
     if abs(rho) == 1:
-        second, joint = rho * math.sqrt(q2) * line, probability
+        z2 = rho * math.sqrt(q2) * line
+        weights = probability
     else:
-        mixed = rho * line[:, None] + math.sqrt(1 - rho**2) * line
-        second, joint = math.sqrt(q2) * mixed, probability[:, None] * probability
-        first = first[:, None]
-    same = torch.zeros(3, dtype=torch.float64)
-    average = [0.0, 0.0, 0.0, 0.0]
-    for value, weight in zip(v.tolist(), weights.tolist(), strict=True):
-        x, y, dx, dy = (f(value * z) for f in (phi, slope) for z in (first, second))
-        terms = (x * y, value**2 * dx * dy, first * second * dx * dy)
-        same += weight * torch.stack([(joint * term).sum() for term in terms])
-        parts = (x, y, value * dx, value * dy)
-        average = [a + weight * part for a, part in zip(average, parts, strict=True)]
-    f, g = average[0] * average[1], average[2] * average[3]
-    return torch.stack([*same, (joint * f).sum(), (joint * g).sum()])
+        z2 = math.sqrt(q2) * (rho * line[:, None] + math.sqrt(1 - rho**2) * line)
+        z1 = z1[:, None]
+        weights = probability[:, None] * probability
+
+    f = g = h = 0.0
+    mean_x1 = mean_x2 = mean_slope1 = mean_slope2 = 0.0
+    values, probabilities = nodes_of(law, step)
+    for v, p in zip(values.tolist(), probabilities.tolist(), strict=True):
+        x1, x2 = function(v * z1), function(v * z2)
+        slope1, slope2 = slope(v * z1), slope(v * z2)
+        f += p * (weights * x1 * x2).sum()
+        g += p * (weights * v**2 * slope1 * slope2).sum()
+        h += p * (weights * z1 * z2 * slope1 * slope2).sum()
+        mean_x1, mean_x2 = mean_x1 + p * x1, mean_x2 + p * x2
+        mean_slope1, mean_slope2 = mean_slope1 + p * v * slope1, mean_slope2 + p * v * slope2
+    cross_f = (weights * mean_x1 * mean_x2).sum()
+    cross_g = (weights * mean_slope1 * mean_slope2).sum()
+    return torch.stack([f, g, h, cross_f, cross_g])
 
 
 def on_a_line(function, slope, law, q1, q2, sign, step):
@@ -195,51 +205,67 @@ def on_a_line(function, slope, law, q1, q2, sign, step):
 
 
 def by_angle(slopes, law, q1, q2, rho):
-    """Return all five for slopes right and left of 0, in polar coordinates, where E r² = 2.
-
-    Integrands are smooth between the angles at which an argument changes its sign.
-    """
+    """Return all five for slopes right and left of 0, in polar coordinates, where E r² = 2."""
     right, left, at_zero = slopes
-    theta = math.acos(rho)
-    kinks = sorted((k + side) % (2 * math.pi) for k in (0, theta) for side in (-PI / 2, PI / 2))
-    abscissae, unit = (number(x) for x in np.polynomial.legendre.leggauss(30))
-    angle, weight = [], []
-    for start, end in itertools.pairwise([*kinks, kinks[0] + 2 * math.pi]):
-        if end - start > 1e-12:
-            angle.append((end - start) / 2 * abscissae + (start + end) / 2)
-            weight.append((end - start) / 2 * unit / (2 * math.pi))
-    angle, weight = torch.cat(angle), torch.cat(weight)
-    z1, z2 = math.sqrt(q1) * torch.cos(angle), math.sqrt(q2) * torch.cos(angle - theta)
+    angles, weights = nodes_of_angles(math.acos(rho))
+    z1 = math.sqrt(q1) * torch.cos(angles)
+    z2 = math.sqrt(q2) * torch.cos(angles - math.acos(rho))
 
     def slope(x):
         return right * (x > 0).double() + left * (x < 0).double() + at_zero * (x == 0).double()
 
-    def expect(function, power):
-        """Average a function of v that is proportional to this power of |v| on each side."""
-        if law is None or isinstance(law, Discrete):
-            v, probability = nodes_of(law, None)
-            values = [p * function(x) for x, p in zip(v, probability, strict=True)]
-            return sum(values)
-        size = torch.linspace(0, 12, 6001, dtype=torch.float64)
-        simpson = torch.full_like(size, 2 / 3)
-        simpson[1::2], simpson[0], simpson[-1] = 4 / 3, 1 / 3, 1 / 3
-        result = 0.0
-        for sign in (1.0, -1.0):
-            density = bell((sign * size - law.mean) / law.std) / law.std
-            moment = (density * size**power * simpson).sum() * (size[1] - size[0])
-            result = result + moment * function(number(sign))
-        return result
+    def product(v):
+        return slope(v * z1) * slope(v * z2) * weights
 
-    def both(v):
-        return slope(v * z1) * slope(v * z2) * weight
+    f = homogeneous_mean(lambda v: (product(v) * v * v * z1 * z2).sum() * 2, law, power=2)
+    g = homogeneous_mean(lambda v: (product(v) * v * v).sum(), law, power=2)
+    h = homogeneous_mean(lambda v: (product(v) * z1 * z2).sum() * 2, law, power=0)
+    mean_x1 = homogeneous_mean(lambda v: v * z1 * slope(v * z1), law, power=1)
+    mean_x2 = homogeneous_mean(lambda v: v * z2 * slope(v * z2), law, power=1)
+    mean_slope1 = homogeneous_mean(lambda v: v * slope(v * z1), law, power=1)
+    mean_slope2 = homogeneous_mean(lambda v: v * slope(v * z2), law, power=1)
+    cross_f = (mean_x1 * mean_x2 * weights).sum() * 2
+    cross_g = (mean_slope1 * mean_slope2 * weights).sum()
+    return torch.stack([f, g, h, cross_f, cross_g])
 
-    f = expect(lambda v: (both(v) * v * v * z1 * z2).sum() * 2, 2)
-    g = expect(lambda v: (both(v) * v * v).sum(), 2)
-    h = expect(lambda v: (both(v) * z1 * z2).sum() * 2, 0)
-    mean = [expect(lambda v, z=z: v * z * slope(v * z), 1) for z in (z1, z2)]
-    tilt = [expect(lambda v, z=z: v * slope(v * z), 1) for z in (z1, z2)]
-    cross = [(mean[0] * mean[1] * weight).sum() * 2, (tilt[0] * tilt[1] * weight).sum()]
-    return torch.stack([f, g, h, *cross])
+
+def nodes_of_angles(theta):
+    """Return angles and probabilities, by Gauss-Legendre between the kinks.
+
+    Integrands are smooth between the angles at which an argument changes its sign.
+    """
+    kinks = []
+    for center in (0, theta):
+        for side in (-PI / 2, PI / 2):
+            kinks.append((center + side) % (2 * PI))
+    kinks.sort()
+    kinks.append(kinks[0] + 2 * PI)
+    nodes, node_weights = (number(x) for x in np.polynomial.legendre.leggauss(30))
+    angles, weights = [], []
+    for start, end in itertools.pairwise(kinks):
+        if end - start > 1e-12:
+            angles.append((end - start) / 2 * nodes + (start + end) / 2)
+            weights.append((end - start) / 2 * node_weights / (2 * PI))
+    return torch.cat(angles), torch.cat(weights)
+
+
+def homogeneous_mean(function, law, power):
+    """Average a function of v that is proportional to this power of |v| on each side of 0."""
+    if law is None or isinstance(law, Discrete):
+        values, probabilities = nodes_of(law, None)
+        return sum(p * function(v) for v, p in zip(values, probabilities, strict=True))
+    # Simpson's rule for the moments of a normal law on each side.
+    size = torch.linspace(0, 12, 6001, dtype=torch.float64)
+    weights = torch.full_like(size, 2 / 3)
+    weights[1::2] = 4 / 3
+    weights[0] = weights[-1] = 1 / 3
+    weights *= size[1] - size[0]
+    mean = 0.0
+    for sign in (1.0, -1.0):
+        density = bell((sign * size - law.mean) / law.std) / law.std
+        moment = (density * size**power * weights).sum()
+        mean = mean + moment * function(number(sign))
+    return mean
 
 
 def functions_of(module):
@@ -247,7 +273,10 @@ def functions_of(module):
 
 
 def name(x):
-    return type(x).__name__ if isinstance(x, nn.Module) else repr(x)
+    """Return the class of a module, and the representation of a law."""
+    if isinstance(x, nn.Module):
+        return type(x).__name__
+    return repr(x)
 
 
 EVERY = [*PIECEWISE, *SMOOTH]
@@ -265,10 +294,18 @@ class TwoSteps(nn.Module):
 
 
 def two_steps(k):
-    def slope(x):
-        return sum(k * sigmoid(k * y) * sigmoid(-k * y) for y in (x - 1, x + 2))
+    """Return the function of `TwoSteps` and its derivative."""
 
-    return lambda x: sigmoid(k * (x - 1)) + sigmoid(k * (x + 2)), slope
+    def function(x):
+        return sigmoid(k * (x - 1)) + sigmoid(k * (x + 2))
+
+    def step_slope(x):
+        return k * sigmoid(k * x) * sigmoid(-k * x)
+
+    def slope(x):
+        return step_slope(x - 1) + step_slope(x + 2)
+
+    return function, slope
 
 
 @dataclass(frozen=True)

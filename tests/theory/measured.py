@@ -13,39 +13,61 @@ def measured_kernels(ensemble: nn.Module, x: Tensor) -> dict[str, Tensor]:
     Gradients of layers in the standard parametrization are divided by √fan-in, as their limit is.
     """
     outputs = ensemble(x)[..., 0]
-    shared, individual = _parameters(ensemble)
-    rows: dict[str, list[Tensor]] = {"shared": [], "individual": []}
+    shared, scales = _shared_parameters(ensemble)
+    individual = _individual_parameters(ensemble)
+    shared_rows, individual_rows = [], []
     for output in outputs.flatten():
-        parameters = [p for p, _ in shared] + individual
-        filled = torch.autograd.grad(output, parameters, retain_graph=True, materialize_grads=True)
-        scaled = [g * s for g, (_, s) in zip(filled, shared, strict=False)]
-        rows["shared"].append(torch.cat([g.flatten() for g in scaled] + [torch.zeros(1)]))
-        unscaled = filled[len(shared) :]
-        rows["individual"].append(torch.cat([g.flatten() for g in unscaled] + [torch.zeros(1)]))
-    members, n = outputs.shape
-    result = {"nngp": torch.einsum("ai,bj->abij", outputs, outputs).detach()}
-    for name, gradients in rows.items():
-        stacked = torch.stack(gradients).reshape(members, n, -1)
-        result[name] = torch.einsum("aip,bjp->abij", stacked, stacked)
-    return result
+        gradients = torch.autograd.grad(
+            output, shared + individual, retain_graph=True, materialize_grads=True
+        )
+        shared_gradients = []
+        for gradient, scale in zip(gradients[: len(shared)], scales, strict=True):
+            shared_gradients.append(scale * gradient)
+        shared_rows.append(_concatenate(shared_gradients))
+        individual_rows.append(_concatenate(gradients[len(shared) :]))
+    return {
+        "nngp": torch.einsum("ai,bj->abij", outputs, outputs).detach(),
+        "shared": _products(shared_rows, outputs.shape),
+        "individual": _products(individual_rows, outputs.shape),
+    }
 
 
-def _parameters(ensemble: nn.Module) -> tuple[list[tuple[Tensor, float]], list[Tensor]]:
-    shared, individual = [], []
-    individual_ids = {id(p) for p in getattr(ensemble, "individual_parameters", tuple)()}
-    for module in ensemble.modules():
+def _concatenate(gradients) -> Tensor:
+    """Return all values in one row, with a 0 for the case that there are none."""
+    return torch.cat([torch.zeros(1), *(gradient.flatten() for gradient in gradients)])
+
+
+def _products(rows: list[Tensor], shape) -> Tensor:
+    """Return inner products of rows, one per member and input."""
+    stacked = torch.stack(rows).reshape(*shape, -1)
+    return torch.einsum("aip,bjp->abij", stacked, stacked)
+
+
+def _individual_parameters(network: nn.Module) -> list[Tensor]:
+    """Return the trainable individual parameters; a plain network has none."""
+    if not hasattr(network, "individual_parameters"):
+        return []
+    return [p for p in network.individual_parameters() if p.requires_grad]
+
+
+def _shared_parameters(network: nn.Module) -> tuple[list[Tensor], list[float]]:
+    """Return the trainable shared parameters and the scales of their gradients."""
+    individual = {id(parameter) for parameter in _individual_parameters(network)}
+    parameters, scales = [], []
+    for module in network.modules():
         for parameter in module.parameters(recurse=False):
-            if not parameter.requires_grad:
-                continue
-            if id(parameter) in individual_ids:
-                individual.append(parameter)
-            else:
-                standard = getattr(module, "parametrization", "standard") != "ntk"
-                fan_in = module.weight[0].numel()
-                if isinstance(module, nn.Embedding):
-                    fan_in = 1  # one token is one input
-                shared.append((parameter, fan_in**-0.5 if standard else 1.0))
-    return shared, individual
+            if parameter.requires_grad and id(parameter) not in individual:
+                parameters.append(parameter)
+                scales.append(_gradient_scale(module))
+    return parameters, scales
+
+
+def _gradient_scale(module: nn.Module) -> float:
+    if getattr(module, "parametrization", "standard") == "ntk":
+        return 1.0
+    if isinstance(module, nn.Embedding):
+        return 1.0  # one token is one input
+    return module.weight[0].numel() ** -0.5
 
 
 def average(draw, x: Tensor, seeds: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -62,10 +84,12 @@ def average(draw, x: Tensor, seeds: int) -> dict[str, tuple[Tensor, Tensor]]:
             samples.setdefault(f"{name}.same", []).append(blocks[diagonal].mean(0))
             if members > 1:
                 samples.setdefault(f"{name}.cross", []).append(blocks[~diagonal].mean(0))
-    return {
-        name: (torch.stack(v).mean(0), torch.stack(v).std(0) / len(v) ** 0.5)
-        for name, v in samples.items()
-    }
+
+    averages = {}
+    for name, kernels in samples.items():
+        stacked = torch.stack(kernels)
+        averages[name] = (stacked.mean(0), stacked.std(0) / seeds**0.5)
+    return averages
 
 
 def expected(k) -> dict[str, Tensor]:
@@ -95,4 +119,8 @@ def long_except(cases, quick):
     """Return test parameters for all cases, with the mark ``long`` for those that are not quick."""
     missing = set(quick) - set(cases)
     assert not missing, missing
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.long) for case in cases]
+    parameters = []
+    for case in cases:
+        marks = () if case in quick else pytest.mark.long
+        parameters.append(pytest.param(case, marks=marks))
+    return parameters

@@ -161,7 +161,7 @@ class TestEveryDual:
 
     @pytest.mark.parametrize("module", EVERY, ids=name)
     def test_works_in_single_precision(self, module):
-        (q1, q2), c = tensors(*GEOMETRIES)
+        q1, q2, c = tensors(*GEOMETRIES)
         double = dual(module).same(q1, q2, c, Ternary())
         single = dual(module).same(q1.float(), q2.float(), c.float(), Ternary())
         for low, high in zip(single, double, strict=True):
