@@ -9,7 +9,7 @@ from torch import nn
 
 from embens import theory
 from embens.networks import Conv2d, Linear
-from embens.theory.axis_order import axis_names, permute, reshape
+from embens.theory.axis_order import axis_names, permute, reshape, weigh_pixels
 from embens.theory.moments import PAIRS, Moments, State
 from embens.theory.streams import Part, Stream
 
@@ -87,3 +87,39 @@ def test_channels_last_and_channels_first_have_the_same_kernels():
 
     ours, theirs = (theory.kernels(net(), images()) for net in (ChannelsLast, ChannelsFirst))
     torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-12, atol=0)
+
+
+def test_factors_of_pixels_are_those_of_a_convolution_that_sees_less():
+    """A mask that hides one row of images acts as images without the row."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.up, self.head = Conv2d(2, 4, 1), Conv2d(4, 4, 1), Linear(4, 1)
+
+        def forward(self, x):
+            kept = (x[:, :1] != 9.0).to(x.dtype)
+            x = torch.relu(self.up(self.stem(x))) * kept
+            return self.head(x.sum((2, 3)) / kept.sum((2, 3)))
+
+    class Plain(Masked):
+        def forward(self, x):
+            return self.head(torch.relu(self.up(self.stem(x))).mean((2, 3)))
+
+    x = images()
+    hidden = x.clone()
+    hidden[0, :, 0] = 9.0
+    hidden[1, :, 3] = 9.0
+    shown = torch.stack([x[0, :, 1:], x[1, :, :3]])
+    ours, theirs = theory.kernels(Masked(), hidden), theory.kernels(Plain(), shown)
+    torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-12, atol=0)
+
+
+def test_factors_of_features_have_no_rule():
+    stream = tokens()
+    assert weigh_pixels(stream, torch.ones(1, 3, 8)) is None
+    assert weigh_pixels(stream, torch.ones(2, 3, 1)) is None  # fixed for two inputs
+    assert weigh_pixels(stream, torch.ones(1, 1, 3, 1)) is None
+    doubled = weigh_pixels(stream, torch.full((3, 1), 2.0))
+    assert doubled is not None
+    assert (doubled.parts[0].state.covariance == 4).all()

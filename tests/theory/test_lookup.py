@@ -26,3 +26,20 @@ def test_embeddings_of_another_law_raise():
     net = nn.Sequential(embedding, nn.Flatten(), Linear(16, 1))
     with pytest.raises(TypeError, match="not standard normal"):
         theory.kernels(net, TOKENS)
+
+
+def test_positions_of_integers_pass_through_a_norm():
+    """Positions do not depend on the inputs and are integers, unlike kernels."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.positions, self.head = nn.Embedding(3, 64), Linear(64, 1)
+            self.norm = nn.RMSNorm(64, elementwise_affine=False)
+
+        def forward(self, x):
+            places = (0 * x).long() + torch.arange(3)
+            return self.head(self.norm(self.positions(places)).mean(1))
+
+    kernel = theory.kernels(Positions(), torch.zeros(2, 3)).nngp.same
+    torch.testing.assert_close(kernel, torch.full((2, 2), 1 / 3).double(), rtol=1e-6, atol=0)

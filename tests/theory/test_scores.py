@@ -151,14 +151,55 @@ class Kept(Heads):
         return F.scaled_dot_product_attention(q, q, v, kept, scale=1 / self.head_width)
 
 
+class Chosen(Heads):
+    def attend(self, q, k, v):
+        scores = q @ q.transpose(-2, -1) / self.head_width
+        kept = torch.ones(3, 3, dtype=torch.bool).tril()
+        return torch.where(kept, scores, -torch.inf).softmax(-1) @ v
+
+
+class Hidden(Heads):
+    def attend(self, q, k, v):
+        scores = q @ q.transpose(-2, -1) / self.head_width
+        hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
+        return torch.where(hidden, -torch.inf, scores).softmax(-1) @ v
+
+
+class HeadMasks(Heads):
+    """The first head sees earlier tokens, the second one later tokens."""
+
+    def attend(self, q, k, v):
+        scores = q @ q.transpose(-2, -1) / self.head_width
+        return (scores + torch.stack([self.mask, self.mask.T])).softmax(-1) @ v
+
+
+class Padded(Heads):
+    """Tokens 0 are padding: no query sees them, and the mean leaves them out."""
+
+    def forward(self, x):
+        self_kept = x != 0
+        x = self.tokens(x) + self.positions(torch.arange(3))
+        h = self.norm(x)
+        n, t, width = h.shape
+        shape = n, t, self.heads, self.head_width
+        q = self.query(h).view(shape).transpose(1, 2)
+        v = self.value(h).view(shape).transpose(1, 2)
+        scores = q @ q.transpose(-2, -1) / self.head_width
+        weights = scores.masked_fill(~self_kept[:, None, None], -torch.inf).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(n, t, width))
+        kept = self_kept.to(torch.get_default_dtype())
+        mean = (torch.relu(self.up(x)) * kept[..., None]).sum(1) / kept.sum(1, keepdim=True)
+        return self.head(mean)
+
+
 class Plain(Heads):
     def attend(self, q, k, v):
         return (q @ q.transpose(-2, -1) / self.head_width).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("build", [Heads, Linearised])
+@pytest.mark.parametrize("build", [Heads, Linearised, HeadMasks, Padded])
 def test_wide_heads_have_these_kernels(build):
-    heads = 2 if build is Heads else 16  # random scores concentrate over heads
+    heads = 16 if build is Linearised else 2  # random scores concentrate over heads
 
     def draw(generator, width=192):
         torch.manual_seed(0 if generator is None else generator.initial_seed())
@@ -189,12 +230,62 @@ def test_heads_do_not_change_kernels():
     torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("build", [Filled, Causal, Kept])
+@pytest.mark.parametrize("build", [Filled, Causal, Kept, Chosen, Hidden])
 def test_every_way_to_write_a_causal_mask_has_the_same_kernels(build):
     ours, theirs = theory.kernels(build(8), TOKENS), theory.kernels(Heads(8), TOKENS)
     unmasked = theory.kernels(Plain(8), TOKENS)
     torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-12, atol=0)
     assert (unmasked.ntk_shared.same - theirs.ntk_shared.same).abs().max() > 1e-3
+
+
+def test_equal_masks_of_heads_are_one_mask():
+    class Repeated(Heads):
+        def attend(self, q, k, v):
+            scores = q @ q.transpose(-2, -1) / self.head_width
+            return (self.mask.expand(2, 3, 3) + scores).softmax(-1) @ v
+
+    ours, theirs = theory.kernels(Repeated(8), TOKENS), theory.kernels(Heads(8), TOKENS)
+    torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-12, atol=0)
+
+
+def test_padding_changes_nothing():
+    """A padded input has the kernels of the shorter input."""
+
+    class Short(Padded):
+        def forward(self, x):
+            x = self.tokens(x) + self.positions(torch.arange(2))
+            h = self.norm(x)
+            q = self.query(h)
+            x = x + self.out((q @ q.transpose(-2, -1) / 8).softmax(-1) @ self.value(h))
+            return self.head(torch.relu(self.up(x)).mean(1))
+
+    padded = torch.tensor([[1, 2, 0], [3, 1, 0]])
+    ours = theory.kernels(Padded(8, 1), padded)
+    theirs = theory.kernels(Short(8), padded[:, :2])
+    torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-12, atol=0)
+    mixed = torch.cat([padded, TOKENS])
+    blocks = theory.kernels(Padded(8, 1), mixed, block=2)
+    whole = theory.kernels(Padded(8, 1), mixed)
+    torch.testing.assert_close(blocks.ntk_shared.same, whole.ntk_shared.same)
+    torch.testing.assert_close(whole.ntk_shared.same[:2, :2], ours.ntk_shared.same)
+
+
+def test_modulated_queries_that_are_the_keys_stay_tied():
+    """Signs change no product of a query with a key, so that attention is as without them."""
+
+    def kernel(law):
+        torch.manual_seed(0)
+        net = Plain(8)
+        sites = ["value"] if law is None else ["value", "query"]
+        laws_of = {"query": laws.Signs(0.5), "value": laws.Constant(1.0)}
+        ensemble = embens.embed(
+            net, 2, {name: laws_of[name] for name in sites}, None, sites, TOKENS, trainable=False
+        )
+        return theory.kernels(ensemble, TOKENS).ntk_shared
+
+    with_signs, without = kernel(True), kernel(None)
+    torch.testing.assert_close(with_signs.same, without.same)
+    torch.testing.assert_close(with_signs.cross, without.cross)
 
 
 def test_linear_attention_is_a_product_of_three_kernels():
@@ -237,12 +328,6 @@ REFUSED_HEADS = {
         lambda s, q, k, v: (q @ k.transpose(-2, -1)) * 0.3 @ v,
         "linear attention with scores multiplied by 0.3 has no rule",
     ),
-    "mask of each head": (
-        lambda s, q, k, v: F.scaled_dot_product_attention(
-            q, q, v, torch.zeros(2, 3, 3), scale=1 / s.head_width
-        ),
-        "the same for all inputs and heads",
-    ),
     "empty row": (
         lambda s, q, k, v: F.scaled_dot_product_attention(
             q, q, v, torch.zeros(3, 3, dtype=torch.bool), scale=1 / s.head_width
@@ -252,6 +337,10 @@ REFUSED_HEADS = {
     "slice of features": (
         lambda s, q, k, v: q[:, :, :, :1] @ k[:, :, :, :1].transpose(-2, -1) @ v,
         "'getitem' is not known",
+    ),
+    "shape": (
+        lambda s, q, k, v: F.scaled_dot_product_attention(q, q, v, torch.zeros(4, 4)),
+        r"x1 does not fit the network: its forward fails on inputs of shape \(1, 3\)",
     ),
     "operation": (lambda s, q, k, v: q.cumsum(1), "'cumsum' is not known"),
 }
@@ -268,6 +357,21 @@ def test_other_attention_is_refused_with_its_line(name):
     with pytest.raises((TypeError, ValueError), match=message) as raised:
         theory.kernels(Refused(8), TOKENS)
     assert "test_scores.py" in str(raised.value)
+
+
+def test_masks_that_do_not_broadcast_are_refused():
+    class NoHeadAxis(Heads):
+        def forward(self, x):
+            self.hidden = (x == 0)[:, None]
+            return super().forward(x)
+
+        def attend(self, q, k, v):
+            scores = q @ q.transpose(-2, -1) / self.head_width
+            return scores.masked_fill(self.hidden, -torch.inf).softmax(-1) @ v
+
+    message = r"shape \(3, 1, 3\) does not broadcast to scores of shape \(3, 2, 3, 3\)"
+    with pytest.raises(ValueError, match=message):
+        theory.kernels(NoHeadAxis(8), torch.tensor([[0, 1, 2], [3, 1, 4], [5, 1, 2]]))
 
 
 def test_layers_of_each_head_are_refused():

@@ -335,8 +335,36 @@ def test_operations_without_a_rule_are_named(name):
     forward, message = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=message) as raised:
         theory.kernels(code(forward, **layers()), points())
-    if name != "control flow":
-        assert "test_walk.py" in str(raised.value)
+    assert "test_walk.py" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda s, x: s.c(torch.relu(s.a(x + s.shift))),
+        lambda s, x: s.c(torch.relu(s.a(x)) * s.shift[0]),
+        lambda s, x: s.c(torch.relu(s.b(x) + s.a(s.shift))),
+    ],
+    ids=["inputs", "factor", "layer"],
+)
+def test_trained_parameters_outside_of_layers_are_refused(forward):
+    net = code(forward, **layers(b=Linear(5, 4)))
+    net.shift = nn.Parameter(torch.ones(5))
+    with pytest.raises(TypeError, match=r"uses the parameter 'shift' outside.*test_walk\.py"):
+        theory.kernels(net, points())
+
+
+def test_frozen_parameters_are_constants():
+    net = code(lambda s, x: s.c(torch.relu(s.a(x + s.shift.to(s.a.weight.dtype)))), **layers())
+    net.shift = nn.Parameter(torch.ones(5), requires_grad=False)
+    plain = code(lambda s, x: s.c(torch.relu(s.a(x))), **layers())
+    ours, theirs = theory.kernels(net, points()), theory.kernels(plain, points() + 1)
+    torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same)
+
+
+def test_inputs_that_do_not_fit_are_named_with_the_line():
+    with pytest.raises(ValueError, match=r"does not fit the network.*test_walk\.py.*s\.a\(x\)"):
+        theory.kernels(code(lambda s, x: s.c(s.a(x) * 2), **layers()), points(features=7))
 
 
 def test_an_operation_without_a_rule_is_named_with_its_line():

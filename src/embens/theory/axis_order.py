@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from embens.theory.activation_step import align_variances
+from embens.theory.input_pair import InputPair
 from embens.theory.moments import PAIRS, State
 from embens.theory.pixels import keep_diagonal
 from embens.theory.streams import Part, Stream
@@ -96,9 +98,12 @@ def _split_heads(stream: Stream, heads: int) -> Stream | None:
 
 
 def _join_heads(stream: Stream) -> Stream:
-    part = stream.parts[0]
-    state = part.state.replace(heads=0)
-    return Stream((Part(state, part.width * part.state.heads),), stream.name)
+    """Return heads side by side; those with different masks are the parts of a concatenation."""
+    parts = []
+    for part in stream.parts:
+        heads = part.state.heads if len(stream.parts) == 1 else 1
+        parts.append(Part(part.state.replace(heads=0), part.width * heads))
+    return Stream(tuple(parts), stream.name)
 
 
 def _flatten(state: State) -> State:
@@ -155,3 +160,43 @@ def average_pixels(stream: Stream, axes: set[int]) -> Stream | None:
         return after.replace(layout=None, spatial=0, features_last=False)
 
     return stream.map(average)
+
+
+def weigh_pixels(stream: Stream, factors: Tensor | InputPair) -> Stream | None:
+    """Return the stream times factors that are the same for all features, such as a padding mask.
+
+    Args:
+        stream: The stream.
+        factors: Factors that broadcast to the stream; a pair if they are computed from the inputs.
+    """
+    pair = factors if isinstance(factors, InputPair) else InputPair(factors, factors)
+    state = stream.parts[0].state
+    aligned = []
+    for values in pair:
+        inputs = len(values) if isinstance(factors, InputPair) else 1
+        kernel_factors = _align_factors(values, state, inputs)
+        if kernel_factors is None:
+            return None
+        aligned.append(kernel_factors)
+
+    def weigh(state: State) -> State:
+        first, second = align_variances(*aligned, state, paired=state.facts.recording is not None)
+        scales = (first * second).to(state.covariance)
+        return state.map(lambda kernel: kernel * scales)
+
+    return stream.map(weigh)
+
+
+def _align_factors(values: Tensor, state: State, inputs: int) -> Tensor | None:
+    """Return factors ``(n, *pixel)``, or None unless they are the same for all features."""
+    names = axis_names(state)
+    sizes = iter(state.pixels)
+    full = [inputs, *(next(sizes) if name.startswith("pixel") else 1 for name in names)]
+    shape = (1,) * (len(full) - values.dim()) + tuple(values.shape)
+    if len(shape) != len(full):
+        return None
+    if any(size not in (1, expected) for size, expected in zip(shape, full, strict=True)):
+        return None
+    pixels = [size for name, size in zip(names, shape[1:], strict=True) if name.startswith("pixel")]
+    flattened = [1] * (state.spatial - len(pixels))
+    return values.reshape(shape[0], *pixels, *flattened)

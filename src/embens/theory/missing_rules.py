@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+import traceback
+from pathlib import Path
+
 import torch
 import torch.fx
+from torch import nn
 from torch.nn import functional as F
 
 from embens.theory.moments import MEASURE
@@ -18,6 +23,8 @@ _MAXIMUM = {
     "max",
     "amax",
 }
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 _WRITE_A_RULE = (
     "Write it as an nn.Module and give that a rule with embens.theory.propagate.register. "
@@ -37,11 +44,37 @@ def no_rule(node: torch.fx.Node) -> TypeError:
             + MEASURE
         )
     name = getattr(node.target, "__name__", node.target)
+    if node.target is getattr:
+        name = node.args[1]
     return TypeError(
         f"the infinite-width limit of the operation {name!r} is not known.{line_of(node)} "
         + _WRITE_A_RULE
         + MEASURE
     )
+
+
+def require_no_parameters(node: torch.fx.Node, network: nn.Module) -> None:
+    """Raise if an operation of the forward uses a trainable parameter directly.
+
+    Args:
+        node: Node of the operation.
+        network: The network that was traced.
+
+    Raises:
+        TypeError: If the tangents of a parameter would be missing.
+    """
+    if node.target is getattr:
+        return  # a dtype or a device
+    for source in node.all_input_nodes:
+        if source.op != "get_attr":
+            continue
+        value = operator.attrgetter(str(source.target))(network)
+        if isinstance(value, nn.Parameter) and value.requires_grad:
+            raise TypeError(
+                f"the forward uses the parameter {source.target!r} outside of a layer, so its "
+                f"tangents have no rule.{line_of(node)} Freeze it with requires_grad_(False) if "
+                f"it is not trained. {_WRITE_A_RULE}{MEASURE}"
+            )
 
 
 def with_line(error: Exception, node: torch.fx.Node) -> Exception:
@@ -64,4 +97,14 @@ def line_of(node: torch.fx.Node) -> str:
         is_frame = lines[index].lstrip().startswith("File ")
         if is_frame and "/torch/" not in lines[index]:
             return f" It is at {lines[index].strip()}: {lines[index + 1].strip()}."
+    return ""
+
+
+def line_of_error(error: Exception) -> str:
+    """Return the line of the user's code that raised an error, as the end of a sentence."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        is_library = "/torch/" in frame.filename or frame.filename.startswith(_PACKAGE)
+        if not is_library:
+            return f' It is at File "{frame.filename}", line {frame.lineno}: {frame.line}.'
     return ""

@@ -5,10 +5,12 @@ Scores are :math:`c\, q_i^\top k_j` with :math:`d` features of each head.
 *Scale* :math:`c = 1/d` *of Hron et al. (2020).* As :math:`d` grows, scores stop being random: they
 are 0 for queries and keys of different layers, and :math:`\Sigma_{aa}(x, i; x, j)` if queries are
 the keys. So the weights of attention :math:`A`, the masked softmax of the scores or the scores
-themselves, depend on the input alone. They are the same for all heads and members, and have no
-tangents. Attention is then a linear map of tokens, which acts on each kernel of the values as
+themselves, depend on the input alone. They are the same for all members, and have no tangents.
+Attention is then a linear map of tokens, which acts on each kernel of the values as
 
 .. math:: K(x, i; x', j) \to \sum_{s, t} A_{is}(x)\, K(x, s; x', t)\, A_{jt}(x') .
+
+Heads differ by their masks alone. Heads with different masks become parts of a concatenation.
 
 *Scale* :math:`c = 1/\sqrt d`. Scores stay random. With a softmax, kernels have no closed form.
 Linear attention :math:`\sum_s c\, q_i^\top k_s\, v_s` is a product of three independent streams if
@@ -29,11 +31,12 @@ import torch
 from torch import Tensor
 
 from embens.theory.activation_step import LINEAR
+from embens.theory.input_pair import InputPair
 from embens.theory.moments import MEASURE, PAIRS, Recorded, State
-from embens.theory.streams import Stream, multiply_streams, settle_parts
+from embens.theory.streams import Part, Stream, multiply_streams, settle_parts
 
 Mask = Callable[[Tensor], Tensor]
-"""A function of the scores ``(n, token, token)``, such as one that fills entries with -inf."""
+"""A function of scores ``(n, head, token, token)``, such as one that fills entries with -inf."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of attention of both sets of inputs, equal for all heads.
+    """Weights of attention of both sets of inputs.
 
     Attributes:
-        first: Weights of ``x1``, ``(n1, token, token)``.
-        second: Weights of ``x2``, ``(n2, token, token)``.
+        first: Weights of ``x1``, ``(n1, head, token, token)``; one head stands for equal heads.
+        second: Weights of ``x2``, ``(n2, head, token, token)``.
         paired: True in the pass of every input with itself.
         heads: Number of heads; 0 for values without an axis of heads.
         depth: Number of recorded values so far.
@@ -114,6 +117,7 @@ def score(queries: Stream, keys: Stream) -> Scores:
     Raises:
         ValueError: If queries and keys are correlated, or not tokens.
     """
+    is_tied = _are_equal_units(queries, keys)
     queries = settle_parts(queries)
     keys = settle_parts(keys.at(queries.depth))
     if len(queries.parts) != 1 or len(keys.parts) != 1:
@@ -126,7 +130,6 @@ def score(queries: Stream, keys: Stream) -> Scores:
             "a product of two streams must be queries @ keys.transpose(-2, -1), summed over "
             f"features. {MEASURE}"
         )
-    is_tied = query.same.nngp is key.same.nngp
     is_independent = not query.sources & key.sources and query.centred and key.centred
     if not is_tied and not is_independent:
         raise ValueError(
@@ -141,6 +144,14 @@ def score(queries: Stream, keys: Stream) -> Scores:
         )
     depth = max(queries.depth, keys.depth)
     return Scores(queries, keys, width, is_tied, depth=depth)
+
+
+def _are_equal_units(queries: Stream, keys: Stream) -> bool:
+    """Return True if two streams are one, maybe with axes in another order."""
+    if len(queries.parts) != 1 or len(keys.parts) != 1:
+        return False
+    query, key = queries.parts[0].state, keys.parts[0].state
+    return query.same.nngp is key.same.nngp and query.pre is key.pre
 
 
 def normalise_scores(scores: Scores) -> Weights:
@@ -166,20 +177,30 @@ def attend(weights: Weights, values: Stream) -> Stream:
     Raises:
         ValueError: If values are not tokens with the heads of the weights.
     """
-    equation = "ijst,ips,jqt->ijpq"
-    if weights.paired:
-        equation = "ist,ips,iqt->ipq"
+    heads = weights.first.shape[1]
+    parts = list(values.parts)
+    if heads > 1 and len(parts) == 1:
+        parts = parts * heads
+    if heads > 1 and len(parts) != heads:
+        raise ValueError(f"{values.name!r} is a concatenation inside of heads. {MEASURE}")
+    mixed = []
+    for index, part in enumerate(parts):
+        head = index if heads > 1 else 0
+        mixed.append(Part(_mix_tokens(part.state, weights, head), part.width))
+    return Stream(tuple(mixed), values.name).at(max(values.depth, weights.depth))
 
-    def mix(state: State) -> State:
-        _require_tokens(state)
-        if not state.features_last or state.heads != weights.heads:
-            raise ValueError(
-                "values must have shape (n, token, feature), or (n, head, token, feature) with "
-                f"the heads of the queries. {MEASURE}"
-            )
-        return state.map(lambda k: torch.einsum(equation, k, weights.first, weights.second))
 
-    return values.map(mix).at(max(values.depth, weights.depth))
+def _mix_tokens(state: State, weights: Weights, head: int) -> State:
+    """Return the kernels of the mean of values with the weights of one head."""
+    _require_tokens(state)
+    if not state.features_last or state.heads != weights.heads:
+        raise ValueError(
+            "values must have shape (n, token, feature), or (n, head, token, feature) with "
+            f"the heads of the queries. {MEASURE}"
+        )
+    equation = "ist,ips,iqt->ipq" if weights.paired else "ijst,ips,jqt->ijpq"
+    first, second = weights.first[:, head], weights.second[:, head]
+    return state.map(lambda kernel: torch.einsum(equation, kernel, first, second))
 
 
 def attend_linearly(scores: Scores, values: Stream) -> Stream:
@@ -235,6 +256,7 @@ def _record(scores: Scores, function: Mask) -> Weights:
         second = facts.variances[1][scores.depth]
         return Weights(first, second, paired=False, heads=state.heads, depth=depth)
     values = state.covariance if scores.tied else torch.zeros_like(state.covariance)
+    values = values.unsqueeze(1)
     if scores.mask is not None:
         values = scores.mask(values)
     weights = function(values)
@@ -255,41 +277,58 @@ def _require_tokens(state: State) -> None:
         )
 
 
-def add_mask(values: Tensor) -> Mask:
+def add_mask(values: Tensor | InputPair, scores: Scores) -> Mask:
     """Return the mask that adds values, such as -inf, to scores.
 
     Args:
-        values: Values that broadcast to ``(token, token)``.
+        values: Values that broadcast to the scores; a pair if they are computed from the inputs.
+        scores: The scores.
     """
+    aligned = _aligned(values, scores.state)
 
-    def add(scores: Tensor) -> Tensor:
-        return scores + _of_tokens(values, scores.shape[-1]).to(scores)
+    def add(logits: Tensor) -> Tensor:
+        return logits + aligned.to(logits)
 
     return add
 
 
-def fill_mask(where: Tensor, value: float) -> Mask:
+def fill_mask(where: Tensor | InputPair, value: float, scores: Scores) -> Mask:
     """Return the mask that replaces scores by a value.
 
     Args:
-        where: True for the scores to replace; it broadcasts to ``(token, token)``.
+        where: True for the scores to replace; it broadcasts to the scores. A pair if it is computed
+            from the inputs.
         value: The new value of these scores.
+        scores: The scores.
     """
+    aligned = _aligned(where, scores.state)
 
-    def fill(scores: Tensor) -> Tensor:
-        chosen = _of_tokens(where, scores.shape[-1]).to(scores.device, torch.bool)
-        return scores.masked_fill(chosen, value)
+    def fill(logits: Tensor) -> Tensor:
+        return torch.where(aligned.to(logits.device, torch.bool), value, logits)
 
     return fill
 
 
-def _of_tokens(values: Tensor, tokens: int) -> Tensor:
-    """Return a mask without its axes of inputs and heads; raise if it differs between them."""
-    shape = values.shape[-2:]
-    leading = values.shape[:-2]
-    if len(shape) < 2 or leading.numel() != 1 or not all(size in (1, tokens) for size in shape):
+def _aligned(mask: Tensor | InputPair, state: State) -> Tensor:
+    """Return a mask with the axes ``(n, head, token, token)``; raise if it does not fit.
+
+    Masks act in the pass that records weights, where both sets of inputs are equal.
+    """
+    inputs = 1
+    values = mask
+    if isinstance(mask, InputPair):
+        inputs, values = len(state.covariance), mask.first
+    assert isinstance(values, Tensor)
+    heads = (state.heads,) if state.heads else ()
+    sizes = (inputs, *heads, *state.pixels * 2)
+    shape = (1,) * (len(sizes) - values.dim()) + tuple(values.shape)
+    fits = len(shape) == len(sizes)
+    for size, expected in zip(shape, sizes, strict=False):
+        fits = fits and size in (1, expected)
+    if not fits:
         raise ValueError(
-            f"a mask must be ({tokens}, {tokens}), the same for all inputs and heads; got "
-            f"{tuple(values.shape)}, which has no rule. {MEASURE}"
+            f"a mask of shape {tuple(values.shape)} does not broadcast to scores of shape {sizes}. "
+            "Compute a mask that differs between inputs from the inputs of the forward."
         )
-    return values.reshape(shape)
+    values = values.reshape(shape)
+    return values if state.heads else values.unsqueeze(1)

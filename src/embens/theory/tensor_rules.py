@@ -6,16 +6,16 @@ a module of torch, such as ``F.relu``, use the rule of that module.
 
 from __future__ import annotations
 
-import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from embens.networks import Abs, Cos, Erf, Sin
+from embens.theory import attention_rules
 from embens.theory.axis_order import (
     FEATURES,
     HEADS,
@@ -24,21 +24,14 @@ from embens.theory.axis_order import (
     permute,
     reshape,
     select_token,
+    weigh_pixels,
 )
+from embens.theory.input_pair import InputPair, constant_part
 from embens.theory.missing_rules import no_rule
 from embens.theory.moments import MEASURE
 from embens.theory.pixels import AVERAGES
 from embens.theory.recursion import propagate
-from embens.theory.scores import (
-    Scores,
-    Weights,
-    add_mask,
-    attend,
-    attend_linearly,
-    fill_mask,
-    normalise_scores,
-    score,
-)
+from embens.theory.scores import Scores, Weights
 from embens.theory.streams import (
     Stream,
     add_streams,
@@ -57,9 +50,7 @@ _RESHAPE = {torch.flatten, torch.reshape, torch.squeeze, "flatten", "reshape", "
 _TRANSPOSE = {torch.transpose, "transpose", "permute", torch.permute}
 _UNCHANGED = {"contiguous", "clone", "float", "double", "to", "type_as"}
 _MEAN = {torch.mean, "mean"}
-_MATMUL = {operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"}
-_SOFTMAX = {torch.softmax, F.softmax, "softmax"}
-_FILL = {torch.masked_fill, "masked_fill", "masked_fill_"}
+_SUM = {torch.sum, "sum"}
 _MODULES: dict[Any, type[nn.Module]] = {
     torch.relu: nn.ReLU,
     F.relu: nn.ReLU,
@@ -92,13 +83,6 @@ _MODULES: dict[Any, type[nn.Module]] = {
 """Functions and methods of tensors, and the modules whose rules they have."""
 
 
-class InputPair(NamedTuple):
-    """A value that depends on the inputs alone, for both sets of inputs."""
-
-    first: Any
-    second: Any
-
-
 class Operations:
     """Rules of operations in one graph.
 
@@ -129,18 +113,16 @@ class Operations:
         """Apply the rule of an operation; return None where it has none."""
         target: Any = node.target
         first: Any = args[0] if args else None
-        if isinstance(first, Scores):
-            return self._scores(node, args, kwargs)
-        if isinstance(first, Weights):
-            return self._weights(node, args, kwargs)
-        if target in _MATMUL:
-            return self._matmul(first, args[1])
+        if any(isinstance(value, Scores | Weights) for value in args):
+            return attention_rules.apply(node, args, kwargs, axes=len(self.shapes[node]))
+        if target in attention_rules.MATMUL:
+            return attention_rules.multiply(first, args[1])
         if target in _ADD or target in _MULTIPLY or target in _DIVIDE:
             return self._arithmetic(node, args)
         if target in _CONCATENATE:
             return self._concatenate(node, args, kwargs)
         if target is F.scaled_dot_product_attention:
-            return self._scaled_attention(node, args, kwargs)
+            return attention_rules.scaled_attention(node, args, kwargs)
         if target is operator.getitem and isinstance(first, list):
             return first[args[1]]
         if not isinstance(first, Stream):
@@ -155,8 +137,10 @@ class Operations:
             return self._reshape(node, first)
         if target in _TRANSPOSE:
             return self._transpose(node, first)
-        if target in _MEAN:
-            return self._mean(first, args, kwargs)
+        if target in _MEAN or target in _SUM:
+            return self._reduce(node, first, args, kwargs)
+        if target is getattr and args[1] == "mT":
+            return self._exchange_last_axes(node, first)
         if target is getattr or target in ("size", "dim"):
             return self._query(node, first, args)
         if target in _MODULES:
@@ -172,116 +156,37 @@ class Operations:
         after = stream.map(lambda state: propagate(module, state.replace(path=node.name)))
         return Stream(after.parts, node.name).at(after.depth)
 
-    def _matmul(self, queries: Any, keys: Any) -> Scores | None:
-        if isinstance(queries, Stream) and isinstance(keys, Stream):
-            return score(queries, keys)
-        return None
-
     def _arithmetic(self, node: torch.fx.Node, args: list[Any]) -> Stream:
+        """Apply the rule of a sum, a product or a quotient."""
         target: Any = node.target
-        first, second = args[0], args[1]
-        if isinstance(first, InputPair) or isinstance(second, InputPair):
-            raise TypeError(
-                f"{node.name!r} combines a stream with the inputs, which have finitely many units. "
-                f"Apply a Linear or a convolution to them first. {MEASURE}"
-            )
+        first, second = constant_part(args[0]), constant_part(args[1])
         if isinstance(first, Stream) and isinstance(second, Stream):
             if target in _ADD:
                 return add_streams(first, second)
             if target in _MULTIPLY:
                 return multiply_streams(first, second)
             raise no_rule(node)
-        stream, number = (first, second) if isinstance(first, Stream) else (second, first)
-        if not isinstance(number, int | float) or target in _ADD:
+        is_swapped = isinstance(second, Stream)
+        stream, factor = (second, first) if is_swapped else (first, second)
+        if target in _DIVIDE and not is_swapped:
+            factor = factor.map(torch.reciprocal) if isinstance(factor, InputPair) else 1 / factor
+        elif target not in _MULTIPLY:
+            if isinstance(factor, InputPair):
+                raise self._mixes_inputs(node)
             raise no_rule(node)
-        if target in _DIVIDE:
-            if stream is second:
-                raise no_rule(node)
-            number = 1 / number
-        return stream.map(lambda state: scale_kernels(state, number**2))
+        if isinstance(factor, int | float):
+            return stream.map(lambda state: scale_kernels(state, factor**2))
+        weighed = weigh_pixels(stream, factor)
+        if weighed is None:
+            raise self._mixes_inputs(node)
+        return weighed
 
-    def _scores(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Apply the rule of scores: scaling, a mask, their softmax, or linear attention."""
-        target: Any = node.target
-        scores: Scores = args[0]
-        second = _constant(args[1]) if len(args) > 1 else None
-        if target in _MATMUL and isinstance(second, Stream):
-            return attend_linearly(scores, second)
-        if isinstance(second, int | float):
-            if target in _MULTIPLY:
-                return scores.scaled(second)
-            if target in _DIVIDE:
-                return scores.scaled(1 / second)
-        if target in _SOFTMAX:
-            axis = kwargs.get("dim", second)
-            if axis in (-1, self._last_axis(node)):
-                return normalise_scores(scores)
-        if target in _ADD and isinstance(second, Tensor):
-            return scores.masked(add_mask(second))
-        if target in _FILL and isinstance(second, Tensor):
-            value = kwargs.get("value", args[2] if len(args) > 2 else None)
-            if isinstance(value, int | float):
-                return scores.masked(fill_mask(second, value))
-        raise no_rule(node)
-
-    def apply_module(self, node: torch.fx.Node, module: nn.Module, value: Scores | Weights) -> Any:
-        """Apply the rule of a module to scores or weights of attention.
-
-        Args:
-            node: The node of the graph.
-            module: Its module.
-            value: The value before it.
-
-        Raises:
-            TypeError: If the module has no rule there.
-        """
-        is_over_keys = isinstance(module, nn.Softmax) and module.dim in (-1, self._last_axis(node))
-        if isinstance(value, Scores) and is_over_keys:
-            return normalise_scores(value)
-        is_idle = isinstance(module, nn.Dropout) and not (module.p and module.training)
-        if is_idle or isinstance(module, nn.Identity):
-            return value
-        raise no_rule(node)
-
-    def _last_axis(self, node: torch.fx.Node) -> int:
-        return len(self.shapes[node]) - 1
-
-    def _weights(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Apply the rule of the mean of values with weights of attention."""
-        if node.target in _MATMUL and isinstance(args[1], Stream):
-            return attend(args[0], args[1])
-        if _is_idle_dropout(node.target, kwargs):
-            return args[0]
-        raise no_rule(node)
-
-    def _scaled_attention(
-        self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]
-    ) -> Stream:
-        """Apply the rule of ``F.scaled_dot_product_attention``."""
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-        options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-        streams: list[Any] = [options.get(name) for name in names[:3]]
-        queries, keys, values = streams
-        known = set(options) <= set(names) and not options.get("dropout_p")
-        if not known or not all(isinstance(value, Stream) for value in streams):
-            raise no_rule(node)
-        transposed = keys.map(lambda s: s.replace(features_last=not s.features_last))
-        scores = score(queries, transposed)
-        scale = options.get("scale")
-        if scale is None:
-            scale = scores.width**-0.5
-        scores = scores.scaled(scale)
-        mask = _constant(options.get("attn_mask"))
-        if options.get("is_causal"):
-            mask = torch.ones(scores.state.pixels * 2, dtype=torch.bool).tril()
-        if isinstance(mask, Tensor) and mask.dtype is torch.bool:
-            scores = scores.masked(fill_mask(~mask, -math.inf))
-        elif isinstance(mask, Tensor):
-            scores = scores.masked(add_mask(mask))
-        elif mask is not None:
-            raise no_rule(node)
-        weights = normalise_scores(scores)
-        return attend(weights, values.at(weights.depth))
+    def _mixes_inputs(self, node: torch.fx.Node) -> TypeError:
+        return TypeError(
+            f"{node.name!r} combines a stream with the inputs or a tensor of features, which have "
+            "finitely many units. Apply a Linear or a convolution to them first. A factor must be "
+            f"the same for all features. {MEASURE}"
+        )
 
     def _select(self, node: torch.fx.Node, stream: Any, index: Any) -> Stream | None:
         """Select one token, ``x[:, i]``."""
@@ -339,12 +244,23 @@ class Operations:
         order[first], order[second] = second, first
         return permute(stream, tuple(order))
 
-    def _mean(self, stream: Stream, args: list[Any], kwargs: dict[str, Any]) -> Stream | None:
-        """Average over all pixels."""
+    def _exchange_last_axes(self, node: torch.fx.Node, stream: Stream) -> Stream | None:
+        axes = tuple(range(len(self.shapes[node])))
+        return permute(stream, (*axes[:-2], axes[-1], axes[-2]))
+
+    def _reduce(
+        self, node: torch.fx.Node, stream: Stream, args: list[Any], kwargs: dict[str, Any]
+    ) -> Stream | None:
+        """Average or sum over all pixels."""
         axes = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if axes is None or kwargs.get("keepdim", len(args) > 2 and args[2]):
             return None
-        return average_pixels(stream, {axes} if isinstance(axes, int) else set(axes))
+        chosen = {axes} if isinstance(axes, int) else set(axes)
+        count = torch.Size(stream.parts[0].state.pixels).numel()
+        averaged = average_pixels(stream, chosen)
+        if averaged is None or node.target in _MEAN:
+            return averaged
+        return averaged.map(lambda state: scale_kernels(state, count**2))
 
     def _query(self, node: torch.fx.Node, stream: Stream, args: list[Any]) -> Any:
         """Return a shape; sizes of the batch are those of the example and never matter."""
@@ -360,7 +276,7 @@ class Operations:
 
 def mixes_pixels_anywhere(nodes: list[torch.fx.Node], network: nn.Module) -> bool:
     """Return True if a graph mixes pixels or tokens, which needs all pairs of them."""
-    mixing = {*_MEAN, *_MATMUL, F.scaled_dot_product_attention}
+    mixing = {*_MEAN, *_SUM, *attention_rules.MATMUL, F.scaled_dot_product_attention}
     for node in nodes:
         if node.op == "call_module":
             if isinstance(network.get_submodule(str(node.target)), tuple(AVERAGES)):
@@ -368,18 +284,6 @@ def mixes_pixels_anywhere(nodes: list[torch.fx.Node], network: nn.Module) -> boo
         elif node.target in mixing or _MODULES.get(node.target) in AVERAGES:
             return True
     return False
-
-
-def _constant(value: Any) -> Any:
-    """Return a value of both sets of inputs as one where it does not depend on them."""
-    if not isinstance(value, InputPair):
-        return value
-    first, second = value
-    if isinstance(first, Tensor):
-        is_equal = first.shape == second.shape and torch.equal(first, second)
-    else:
-        is_equal = first == second
-    return first if is_equal else value
 
 
 def _is_idle_dropout(target: Any, kwargs: dict[str, Any]) -> bool:

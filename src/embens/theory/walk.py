@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from embens.theory.missing_rules import line_of, with_line
+from embens.theory.attention_rules import apply_module
+from embens.theory.input_pair import InputPair
+from embens.theory.missing_rules import line_of, line_of_error, require_no_parameters, with_line
 from embens.theory.moments import MEASURE, Moments, State, describe
 from embens.theory.recursion import has_rule, propagate, unknown_limit
 from embens.theory.scores import Scores, Weights
 from embens.theory.streams import Part, Stream, average_parts
-from embens.theory.tensor_rules import InputPair, Operations
+from embens.theory.tensor_rules import Operations
 
 ALL_PAIRS = 10**9
 """Number of poolings to come that keeps all pairs of pixels."""
@@ -60,7 +62,7 @@ class Walk:
         try:
             graph = _RuleTracer().trace(network)
         except Exception as error:
-            raise unknown_limit(network, "") from error
+            raise TypeError(f"{unknown_limit(network, '')}{line_of_error(error)}") from error
         self.network = network
         self.nodes = list(graph.nodes)
         self.layers: list[tuple[str, nn.Module]] = []
@@ -101,9 +103,11 @@ class Walk:
     ) -> dict[torch.fx.Node, torch.Size]:
         """Run the network once, and return the shapes of all tensors."""
         shapes: dict[torch.fx.Node, torch.Size] = {}
+        run: list[torch.fx.Node] = []
 
         class Shapes(torch.fx.Interpreter):
             def run_node(self, n: torch.fx.Node) -> Any:
+                run.append(n)
                 value = super().run_node(n)
                 if isinstance(value, Tensor):
                     shapes[n] = value.shape
@@ -119,7 +123,7 @@ class Walk:
         except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(
                 f"x1 does not fit the network: its forward fails on inputs of shape "
-                f"{tuple(example.shape)} ({error})."
+                f"{tuple(example.shape)} ({str(error).splitlines()[0]}).{line_of(run[-1])}"
             ) from error
         return shapes
 
@@ -151,7 +155,7 @@ class Walk:
                 return average_parts(result)
             try:
                 values[node] = self._value(node, args, kwargs, state, depth)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, NotImplementedError) as error:
                 raise with_line(error, node) from error
             for value in _flat([values[node]]):
                 if isinstance(value, Stream | Scores | Weights):
@@ -160,6 +164,7 @@ class Walk:
 
     def _value(self, node: torch.fx.Node, args: Any, kwargs: Any, start: State, depth: int) -> Any:
         """Return the value of a node of the graph."""
+        require_no_parameters(node, self.network)
         args = _renumbered(args, depth)
         kwargs = _renumbered(kwargs, depth)
         if node.op == "call_module":
@@ -174,7 +179,7 @@ class Walk:
         module = self.network.get_submodule(path)
         is_layer = isinstance(module, nn.Linear | _ConvNd | nn.Embedding)
         if isinstance(value, Scores | Weights):
-            return self.operations.apply_module(node, module, value)
+            return apply_module(node, module, value, axes=len(self.shapes[node]))
         if isinstance(value, Tensor):  # does not depend on the inputs, such as positions
             assert start.inputs is not None
             value = InputPair(*[value.expand(len(x), *value.shape) for x in start.inputs])
@@ -185,7 +190,7 @@ class Walk:
         if not has_rule(module):
             raise unknown_limit(module, path)
         if not isinstance(value, Stream):
-            state = start.replace(inputs=tuple(value), depth=depth, path=path)
+            state = start.replace(inputs=_in_dtype(value, start), depth=depth, path=path)
             after = propagate(module, state)
             return Stream((Part(after, self._width(node, after)),), path)
         if is_layer:
@@ -228,6 +233,13 @@ class Walk:
         if any(isinstance(value, InputPair) for value in _flat([*args, *kwargs.values()])):
             return InputPair(of(0), of(1))
         return of(0)
+
+
+def _in_dtype(value: InputPair, start: State) -> tuple[Tensor, Tensor]:
+    """Return a value of both sets of inputs, such as positions, in the dtype of kernels."""
+    assert start.inputs is not None
+    dtype = start.inputs[0].dtype
+    return value.first.to(dtype), value.second.to(dtype)
 
 
 def start_state(inputs: tuple[Tensor, Tensor], poolings: int, facts: Any) -> State:
