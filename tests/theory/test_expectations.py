@@ -38,9 +38,28 @@ from embens.theory.activations import dual, register
 from embens.theory.closed_forms import Homogeneous
 from embens.theory.expectations import Dual
 
-JOINT = [(m, law) for m in EVERY for law in (Masks(0.5), Disjoint())] + [
-    (m, Correlated(rho)) for m in EVERY for rho in (0.6, -0.5) if isinstance(dual(m), Homogeneous)
-]
+
+def list_joint_cases():
+    cases = []
+    for module in EVERY:
+        cases += [(module, Masks(0.5)), (module, Disjoint())]
+        if isinstance(dual(module), Homogeneous):
+            cases += [(module, Correlated(0.6)), (module, Correlated(-0.5))]
+    return cases
+
+
+def draw_correlated_pair(count, q1, q2, rho, generator):
+    """Return samples of two normal variables with these variances and this correlation."""
+    x, y = torch.randn(2, count, generator=generator, dtype=torch.float64)
+    z1 = math.sqrt(q1) * x
+    z2 = math.sqrt(q2) * (rho * x + math.sqrt(1 - rho**2) * y)
+    return z1, z2
+
+
+def assert_agree_with_samples(computed, samples, errors):
+    """Compare expectations with the means of samples ``(expectation, sample)``."""
+    standard_error = samples.std(dim=1) / math.sqrt(samples.shape[1])
+    assert ((computed - samples.mean(1)).abs() <= errors * standard_error + 1e-12).all()
 
 
 class TestJointLaws:
@@ -52,18 +71,23 @@ class TestJointLaws:
     @slopes
     @pytest.mark.parametrize("law", [Masks(0.3), Disjoint()], ids=repr)
     def test_of_masks_are_equal_or_independent_members_and_half_lines_agree(self, of, law):
-        computed, mixed = of.joint(*self.geometry, law, 5), Dual.joint(of, *self.geometry, law, 5)
-        torch.testing.assert_close(computed, mixed, rtol=1e-13, atol=1e-15)
+        by_half_lines = of.joint(*self.geometry, law, 5)
+        by_mixture = Dual.joint(of, *self.geometry, law, 5)
+        torch.testing.assert_close(by_half_lines, by_mixture, rtol=1e-13, atol=1e-15)
 
     @slopes
     def test_of_normal_values_are_independent_equal_or_opposite_at_the_ends(self, of):
         q1, q2, c = self.geometry
-        free, equal = of.cross(q1, q2, c, Normal()), of.same(q1, q2, c, Normal())[:2]
-        torch.testing.assert_close(of.joint(q1, q2, c, Correlated(0.0), 2), free)
-        torch.testing.assert_close(of.joint(q1, q2, c, Correlated(1.0 - 1e-13), 2), equal)
-        turned = of.same(q1, q2, -c, Normal())
-        f, g = of.joint(q1, q2, c, Correlated(-1.0), 2)  # v of one is -v of the other
-        torch.testing.assert_close((f, g), (turned[0], -turned[1]))
+
+        independent = of.joint(q1, q2, c, Correlated(0.0), 2)
+        equal = of.joint(q1, q2, c, Correlated(1.0 - 1e-13), 2)
+        opposite = of.joint(q1, q2, c, Correlated(-1.0), 2)
+
+        f, g, _ = of.same(q1, q2, c, Normal())
+        f_turned, g_turned, _ = of.same(q1, q2, -c, Normal())
+        torch.testing.assert_close(independent, of.cross(q1, q2, c, Normal()))
+        torch.testing.assert_close(equal, (f, g))
+        torch.testing.assert_close(opposite, (f_turned, -g_turned))
 
 
 class TestEveryDual:
@@ -77,54 +101,49 @@ class TestEveryDual:
     @pytest.mark.parametrize("module", EVERY, ids=name)
     def test_agrees_with_samples(self, module):
         generator = torch.Generator().manual_seed(3)
-        law, (q1, q2, rho) = Shifted(0.7), (1.2, 0.9, 0.6)
-        count = 200_000
-        x, y = torch.randn(2, count, generator=generator, dtype=torch.float64)
-        z1 = math.sqrt(q1) * x
-        z2 = math.sqrt(q2) * (rho * x + math.sqrt(1 - rho**2) * y)
+        law, geometry, count = Shifted(0.7), (1.2, 0.9, 0.6), 200_000
+        z1, z2 = draw_correlated_pair(count, *geometry, generator)
         v, v2 = law.sample((2, count), generator, torch.float64)
         slope = torch.func.vmap(torch.func.grad(module))
-        terms = [
+        samples = [
             module(v * z1) * module(v * z2),
             v**2 * slope(v * z1) * slope(v * z2),
             z1 * z2 * slope(v * z1) * slope(v * z2),
             module(v * z1) * module(v2 * z2),
             v * v2 * slope(v * z1) * slope(v2 * z2),
         ]
-        samples = torch.stack(terms)
-        error = samples.std(dim=1) / math.sqrt(count)
-        computed = all_five(module, law, (q1, q2, rho))[0]
-        assert ((computed - samples.mean(1)).abs() <= 4 * error + 1e-12).all()
 
-    @pytest.mark.parametrize(("module", "law"), JOINT, ids=name)
+        computed = all_five(module, law, geometry)[0]
+
+        assert_agree_with_samples(computed, torch.stack(samples), errors=4)
+
+    @pytest.mark.parametrize(("module", "law"), list_joint_cases(), ids=name)
     def test_agrees_with_samples_of_joint_laws(self, module, law):
         generator = torch.Generator().manual_seed(4)
-        (q1, q2, rho), count = (1.2, 0.9, -0.6), 60_000
-        x, y = torch.randn(2, count, generator=generator, dtype=torch.float64)
-        z1 = math.sqrt(q1) * x
-        z2 = math.sqrt(q2) * (rho * x + math.sqrt(1 - rho**2) * y)
+        geometry, count = (1.2, 0.9, -0.6), 60_000
+        z1, z2 = draw_correlated_pair(count, *geometry, generator)
         v, v2, _ = law.sample((3, count), generator, torch.float64)
         slope = torch.func.vmap(torch.func.grad(module))
-        terms = [
+        samples = [
             module(v * z1) * module(v2 * z2),
             v * v2 * slope(v * z1) * slope(v2 * z2),
         ]
-        samples = torch.stack(terms)
-        error = samples.std(dim=1) / math.sqrt(count)
-        c = number([rho * math.sqrt(q1 * q2)])
-        computed = torch.cat(dual(module).joint(number([q1]), number([q2]), c, law, 3))
-        assert ((computed - samples.mean(1)).abs() <= 4.5 * error + 1e-12).all()
+
+        computed = torch.cat(dual(module).joint(*tensors(geometry), law, 3))
+
+        assert_agree_with_samples(computed, torch.stack(samples), errors=4.5)
 
     @pytest.mark.parametrize("law", [None, Three(), Normal(0.3, 0.8)], ids=name)
     @pytest.mark.parametrize("module", EVERY, ids=name)
     def test_has_g_as_the_derivative_of_f(self, module, law):
-        of, step = dual(module), 1e-4
+        step = 1e-4
         q1, q2, c = number([1.2]), number([0.9]), number([0.4])
-        of = of.prepare(1.2, law)
+        of = dual(module).prepare(1.2, law)
         for function in (of.same, of.cross):
-            ahead, behind, here = (function(q1, q2, c + d, law) for d in (step, -step, 0))
-            slope = (ahead[0] - behind[0]) / (2 * step)
-            torch.testing.assert_close(slope, here[1], rtol=1e-7, atol=1e-8)
+            f_above, *_ = function(q1, q2, c + step, law)
+            f_below, *_ = function(q1, q2, c - step, law)
+            g = function(q1, q2, c, law)[1]
+            torch.testing.assert_close((f_above - f_below) / (2 * step), g, rtol=1e-7, atol=1e-8)
 
     @pytest.mark.parametrize("law", [None, Constant(1.3), Constant(-0.7), Normal(0.8, 0.0)])
     @pytest.mark.parametrize("module", EVERY, ids=name)
@@ -142,22 +161,26 @@ class TestEveryDual:
         law, generator = Three(), torch.Generator().manual_seed(0)
         x, y = torch.randn(2, 3, 2, 5, generator=generator, dtype=torch.float64) / 2
         of = dual(module)
-        q1, q2 = (x**2).sum(-1)[:, None, :, None], (y**2).sum(-1)[None, :, None, :]
+        q1 = (x**2).sum(-1)[:, None, :, None]
+        q2 = (y**2).sum(-1)[None, :, None, :]
         c = torch.einsum("ipk,jrk->ijpr", x, y)
-        pairs = [*of.same(q1, q2, c, law), *of.cross(q1, q2, c, law)]
-        flat = [a.reshape(-1) for a in torch.broadcast_tensors(q1, q2, c)]
-        elementwise = [*of.same(*flat, law), *of.cross(*flat, law)]
-        shared = [a[0, :, 0, 0] for a in of.same(q1[:1], q2, c[:1], law)]
-        for computed, expected in zip(pairs, elementwise, strict=True):
-            assert computed.shape == (3, 3, 2, 2)
-            torch.testing.assert_close(computed.reshape(-1), expected, rtol=1e-12, atol=1e-13)
-        for computed, expected in zip(shared, pairs, strict=False):
-            torch.testing.assert_close(computed, expected[0, :, 0, 0], rtol=1e-12, atol=1e-13)
-        members = [a.expand(2, *c.shape) for a in of.same(q1, q2, c, law)]
-        for computed, expected in zip(
-            of.same(q1, q2, c.expand(2, *c.shape), law), members, strict=True
-        ):
-            torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-13)
+
+        same, cross = of.same(q1, q2, c, law), of.cross(q1, q2, c, law)
+        same_of_row = of.same(q1[:1], q2, c[:1], law)
+        same_of_members = of.same(q1, q2, c.expand(2, *c.shape), law)
+
+        flat = [tensor.reshape(-1) for tensor in torch.broadcast_tensors(q1, q2, c)]
+        same_of_flat, cross_of_flat = of.same(*flat, law), of.cross(*flat, law)
+        tolerance = {"rtol": 1e-12, "atol": 1e-13}
+        for i in range(2):
+            assert cross[i].shape == (3, 3, 2, 2)
+            torch.testing.assert_close(cross[i].reshape(-1), cross_of_flat[i], **tolerance)
+        for i in range(3):
+            assert same[i].shape == (3, 3, 2, 2)
+            torch.testing.assert_close(same[i].reshape(-1), same_of_flat[i], **tolerance)
+            torch.testing.assert_close(same_of_row[i], same[i][:1], **tolerance)
+            expected = same[i].expand(2, *c.shape)
+            torch.testing.assert_close(same_of_members[i], expected, **tolerance)
 
     @pytest.mark.parametrize("module", EVERY, ids=name)
     def test_works_in_single_precision(self, module):
@@ -234,6 +257,15 @@ class TestErrata:
 
     GEOMETRY = (1.2, 0.9, 0.6)
 
+    def printed_g_of_relu(self, law):
+        """Return the same for steps, which have no grid: P(v z1 > 0, v z2 > 0) by angles."""
+        theta = math.acos(self.GEOMETRY[2])
+        plus, minus = law.half_moment(0, 1), law.half_moment(0, -1)
+        both_positive, one_positive = (PI - theta) / (2 * PI), theta / (2 * PI)
+        same = (plus + minus) * both_positive
+        cross = (plus**2 + minus**2) * both_positive + 2 * plus * minus * one_positive
+        return law.second_moment * same, law.mean**2 * cross
+
     def printed_g(self, functions, law, step):
         """Return E[v1 v2] E[φ' φ'], same and cross, as the paper has it."""
         _, slope = functions
@@ -259,20 +291,16 @@ class TestErrata:
         ids=name,
     )
     def test_1_g_does_not_factorise(self, module, law, which, value, printed):
-        index = {"same": 0, "cross": 1}[which]
+        position = {"same": 1, "cross": 4}[which]
+        computed = all_five(module, law, self.GEOMETRY)[0][position].item()
         if isinstance(module, nn.ReLU):
-            # Steps have no grid of their own: P(v z1 > 0, v z2 > 0) by angles.
-            rho = self.GEOMETRY[2]
-            plus, minus = law.half_moment(0, 1), law.half_moment(0, -1)
-            both, only = (PI - math.acos(rho)) / (2 * PI), math.acos(rho) / (2 * PI)
-            same = law.second_moment * (plus + minus) * both
-            cross = law.mean**2 * ((plus**2 + minus**2) * both + 2 * plus * minus * only)
-            wrong = (same, cross)[index]
+            printed_same, printed_cross = self.printed_g_of_relu(law)
         else:
-            wrong = self.printed_g(functions_of(module), law, 0.12)[index]
-        computed = all_five(module, law, self.GEOMETRY)[0][[1, 4]][index].item()
+            printed_same, printed_cross = self.printed_g(functions_of(module), law, 0.12)
+
         assert computed == pytest.approx(value, abs=6e-5)
-        assert wrong == pytest.approx(printed, abs=6e-5)
+        of_paper = printed_same if which == "same" else printed_cross
+        assert of_paper == pytest.approx(printed, abs=6e-5)
 
     @pytest.mark.parametrize(
         ("module", "value", "printed"), [(nn.ReLU(), 0.3521, 0.9022), (nn.Tanh(), 0.2056, 0.3620)]

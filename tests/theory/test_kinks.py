@@ -18,29 +18,40 @@ def values(*numbers):
 @pytest.mark.parametrize("law", [None, laws.Signs(0.3), laws.Bernoulli(0.6)])
 @pytest.mark.parametrize("module", [nn.ReLU(), nn.LeakyReLU(0.3), networks.Abs()])
 def test_piecewise_linear_activations_have_their_closed_forms(module, law):
-    ours, exact = with_kink_at_zero(module), activations.dual(module)
+    dual, closed_form = with_kink_at_zero(module), activations.dual(module)
     for covariance in (-0.9, 0.0, 0.6, 1.0):
         arguments = (*values(1.2, 0.9, covariance), law)
-        for computed, expected in zip(ours.same(*arguments), exact.same(*arguments), strict=True):
-            torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-13)
-        for computed, expected in zip(ours.cross(*arguments), exact.cross(*arguments), strict=True):
-            torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-13)
+        tolerance = {"rtol": 1e-12, "atol": 1e-13}
+        torch.testing.assert_close(dual.same(*arguments), closed_form.same(*arguments), **tolerance)
+        torch.testing.assert_close(
+            dual.cross(*arguments), closed_form.cross(*arguments), **tolerance
+        )
 
 
 @pytest.mark.parametrize("module", [nn.ELU(), nn.ELU(0.5), nn.SELU(), nn.CELU(2.0)])
 def test_smooth_sides_agree_with_a_fine_grid(module):
     grid = torch.linspace(-9, 9, 3001, dtype=torch.float64)
     weights = torch.softmax(-(grid**2) / 2, 0)
-    first = 1.2**0.5 * grid[:, None]
-    second = 0.5 * grid[:, None] + (0.9 - 0.25) ** 0.5 * grid
-    exact = weights @ (module(first) * module(second)) @ weights
+    z1 = 1.2**0.5 * grid[:, None]
+    z2 = 0.5 * grid[:, None] + (0.9 - 0.25) ** 0.5 * grid
     covariance = 0.5 * 1.2**0.5
-    f, g, _ = activations.dual(module).same(*values(1.2, 0.9, covariance), None)
-    assert f.item() == pytest.approx(exact.item(), rel=1e-6)
-    step = 1e-5
-    above, _, _ = activations.dual(module).same(*values(1.2, 0.9, covariance + step), None)
-    below, _, _ = activations.dual(module).same(*values(1.2, 0.9, covariance - step), None)
-    assert g.item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-8)
+
+    f, _, _ = activations.dual(module).same(*values(1.2, 0.9, covariance), None)
+
+    expected = weights @ (module(z1) * module(z2)) @ weights
+    assert f.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("module", [nn.ELU(), nn.ELU(0.5), nn.SELU(), nn.CELU(2.0)])
+def test_g_of_smooth_sides_is_the_derivative_of_f(module):
+    covariance, step = 0.5 * 1.2**0.5, 1e-5
+    dual = activations.dual(module)
+
+    _, g, _ = dual.same(*values(1.2, 0.9, covariance), None)
+
+    f_above, _, _ = dual.same(*values(1.2, 0.9, covariance + step), None)
+    f_below, _, _ = dual.same(*values(1.2, 0.9, covariance - step), None)
+    assert g.item() == pytest.approx(((f_above - f_below) / (2 * step)).item(), rel=1e-8)
 
 
 def test_elu_networks_have_kernels():

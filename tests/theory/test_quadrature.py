@@ -20,6 +20,10 @@ def tanh_slope(x):
     return 1 - torch.tanh(x) ** 2
 
 
+def erf_slope(x):
+    return 2 / math.sqrt(math.pi) * torch.exp(-(x**2))
+
+
 class TestAccuracy:
     @pytest.mark.parametrize(
         ("law", "q", "step"),
@@ -53,7 +57,8 @@ class TestAccuracy:
             narrow = Smooth(dual(module).function, "softplus").prepare(q, law)
             for i in (0, 1):
                 arguments = (q1[i : i + 1], q2[i : i + 1], c[i : i + 1])
-                computed, expected = (all_five_of(of, law, *arguments) for of in (wide, narrow))
+                computed = all_five_of(wide, law, *arguments)
+                expected = all_five_of(narrow, law, *arguments)
                 torch.testing.assert_close(computed, expected, rtol=1e-8, atol=1e-8 * q)
 
     def test_agrees_with_a_closed_form(self):
@@ -70,7 +75,8 @@ class TestAccuracy:
         q1, q2 = number([6.0, 6.0, 5.0]), number([6.0, 4.0, 2.0])
         c = torch.sqrt(q1 * q2) * number([1.0, -0.9, 0.6])
         table = Smooth(dual(module).function, "wave").prepare(6.0, Normal())
-        computed, expected = (all_five_of(of, Normal(), q1, q2, c) for of in (table, dual(module)))
+        computed = all_five_of(table, Normal(), q1, q2, c)
+        expected = all_five_of(dual(module), Normal(), q1, q2, c)
         torch.testing.assert_close(computed, expected, rtol=1e-8, atol=1e-8)
 
     def test_is_the_same_in_blocks(self):
@@ -80,25 +86,26 @@ class TestAccuracy:
         of = dual(nn.Tanh()).prepare(q.max().item(), None)
         whole = of.same(q[:, None], q[None], c, None)
         part = of.same(q[37:41, None], q[None, 5:50], c[37:41, 5:50], None)
-        for all_of_it, some in zip(whole, part, strict=True):
-            torch.testing.assert_close(all_of_it[37:41, 5:50], some, rtol=1e-13, atol=1e-14)
+        for whole_kernel, block in zip(whole, part, strict=True):
+            torch.testing.assert_close(whole_kernel[37:41, 5:50], block, rtol=1e-13, atol=1e-14)
 
-    def test_covers_a_law_with_many_values(self):
+    @pytest.mark.parametrize(
+        ("module", "function", "slope"),
+        [(Erf(), torch.erf, erf_slope), (nn.Tanh(), torch.tanh, tanh_slope)],
+    )
+    def test_covers_a_law_with_many_values(self, module, function, slope):
         class Spread(Discrete):
             atoms = tuple((x / 10, 1 / 21) for x in range(-10, 11))
 
         q = number([1.3])
-        for module in (Erf(), nn.Tanh()):
-            function, slope = (torch.erf, lambda x: 2 / math.sqrt(math.pi) * torch.exp(-(x**2)))
-            if isinstance(module, nn.Tanh):
-                function, slope = torch.tanh, tanh_slope
-            expected = sum(
-                p * on_a_line(function, slope, Normal(v, 0.0), 1.3, 1.3, 1, 0.05)[:3]
-                for v, p in Spread.atoms
-            )
-            computed = all_five_of(dual(module), Spread(), q, q, q)[0]
-            torch.testing.assert_close(computed[:3], expected, rtol=1e-8, atol=1e-8)
-            assert (computed[3:].abs() < 1e-16).all()
+        computed = all_five_of(dual(module), Spread(), q, q, q)[0]
+
+        expected = torch.zeros(3)
+        for value, probability in Spread.atoms:
+            fixed = on_a_line(function, slope, Normal(value, 0.0), 1.3, 1.3, 1, 0.05)
+            expected = expected + probability * fixed[:3]
+        torch.testing.assert_close(computed[:3], expected, rtol=1e-8, atol=1e-8)
+        assert (computed[3:].abs() < 1e-16).all()
 
 
 class Kinked(nn.Module):
