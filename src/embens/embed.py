@@ -193,7 +193,8 @@ class Source:
                 "RNN or attention), so there is nothing to modulate."
             )
         self.modules = dict(reference.named_modules())
-        if example_input is None:
+        self.is_watched = example_input is not None
+        if not self.is_watched:
             self.flow = read_flow(reference)
             unseen = [name for name in self.layers if name not in self.flow.upstream]
             if unseen and not shows_all_layers(reference):
@@ -431,7 +432,7 @@ class Source:
 
     def _warn_about_guesses(self) -> None:
         if self.flow.guesses:
-            warn_about_guesses(self.flow.guesses)
+            warn_about_guesses(self.flow.guesses, is_watched=self.is_watched)
 
     def warn_about_equal_weights(
         self,

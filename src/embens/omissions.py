@@ -8,16 +8,20 @@ from embens.checks import warn
 from embens.patterns import list_names
 
 
-def warn_about_guesses(guesses: Iterable[str]) -> None:
+def warn_about_guesses(guesses: Iterable[str], *, is_watched: bool = False) -> None:
     """Warn that the order of the layers was guessed.
 
     Args:
         guesses: Each as a clause, such as "that 'head' is never called".
+        is_watched: Whether the data flow was read from a call on ``example_input``.
     """
     text = "; ".join(dict.fromkeys(guesses))
+    fix = "pass example_input=x (a batch, or a tuple of arguments)"
+    if is_watched:
+        fix = "name the layers in sites"
     warn(
         f"the data flow of the reference could not be read completely; guessed: {text}. "
-        "To be sure, pass example_input=x (a batch, or a tuple of arguments).",
+        f"To be sure, {fix}."
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from cases import ARCHITECTURES
 from torch import nn
 
+import embens
 from embens.graph.reading import read_flow
 from embens.graph.watching import watch_flow
 
@@ -86,3 +87,31 @@ def test_values_are_followed_through_properties(read):
     flow = watch_flow(Transposing(read), torch.randn(3, 3))
     assert flow.upstream == {"a": set(), "b": {"a"}}
     assert (flow.first, flow.last) == ({"a"}, {"b"})
+
+
+CONSTANT = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("read", "is_guess"),
+    [
+        (lambda x: torch.tensor(x.tolist()), False),
+        (lambda x: torch.as_tensor([[float(value) for value in row] for row in x]), False),
+        (lambda x: torch.tensor(x.numpy()), False),
+        (lambda x: torch.from_numpy(x.numpy().copy()), True),
+        (torch.vmap(torch.sin), True),
+        (lambda x: x.detach() + torch.vmap(torch.sin)(x), True),
+        (lambda x: x * CONSTANT, False),
+    ],
+)
+def test_values_are_followed_through_python_and_compiled_functions(read, is_guess):
+    flow = watch_flow(Transposing(read), torch.randn(3, 3))
+    assert flow.upstream == {"a": set(), "b": {"a"}}
+    assert bool(flow.guesses) == is_guess
+
+
+def test_a_guess_from_a_call_is_a_warning():
+    reference = Transposing(torch.vmap(torch.sin))
+    with pytest.warns(UserWarning, match=r"depends on all layers .* name the layers in sites"):
+        ensemble = embens.batch_ensemble(reference, 2, example_input=torch.randn(3, 3))
+    assert [site.key for site in ensemble.spec.sites] == ["a.pre", "b.post"]

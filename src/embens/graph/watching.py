@@ -5,6 +5,7 @@ through calls of modules; the analysis is that of :mod:`embens.graph.reading`.
 """
 
 import copy
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -77,12 +78,24 @@ def _watch(root: nn.Module, example_input: Any) -> Flow:
     return reader.flow
 
 
+_TO_PYTHON = frozenset("numpy tolist item __array__ __float__ __dlpack__".split())
+_FROM_PYTHON = frozenset("tensor as_tensor asarray from_numpy frombuffer from_dlpack".split())
+"""Functions of torch with arrays or Python numbers as results or arguments."""
+
+
 class _Watcher(TorchFunctionMode):
     """Follows tensors through one call."""
 
     def __init__(self, reader: FlowReader):
         super().__init__()
         self.reader = reader
+        # Tensors that exist before the call do not depend on its inputs.
+        self.constants: dict[int, Tensor] = {}
+        for value in gc.get_objects():
+            if issubclass(type(value), Tensor):
+                self.constants[id(value)] = value
+        # Layers whose outputs the code has converted to arrays or Python numbers.
+        self.converted: frozenset[str] = frozenset()
         # Tensors are kept alive with their trails, so that no id is used twice.
         self.trails: dict[int, tuple[Tensor, Trail]] = {}
         self.leaf_depth = 0
@@ -95,7 +108,24 @@ class _Watcher(TorchFunctionMode):
                 trails.append(self.trails[id(tensor)][1])
             elif id(tensor) in self.reader.owners:
                 trails.append(self.reader.read_weight(tensor))
+            elif id(tensor) not in self.constants:
+                trails.append(self._guess(tensor))
         return trails
+
+    def _guess(self, tensor: Tensor) -> Trail:
+        """Return a trail for the result of an operation that torch does not show.
+
+        Compiled functions and transforms such as vmap have such results.
+        """
+        before = frozenset(self.reader.flow.upstream)
+        if before and (tensor.is_floating_point() or tensor.is_complex()):
+            self.reader.flow.guesses.append(
+                "that a tensor which the code computes with a transform or a compiled function "
+                "depends on all layers that were called before"
+            )
+        trail = Trail(before)
+        self.mark(tensor, trail)
+        return trail
 
     def mark(self, values: Any, trail: Trail) -> None:
         """Give the tensors in a nested value a trail."""
@@ -114,6 +144,12 @@ class _Watcher(TorchFunctionMode):
             return result
         if name == "__get__":  # a property such as ``x.mT``
             name = func.__self__.__name__
+        if name in _TO_PYTHON:
+            for trail in self.trails_of(args):
+                self.converted |= trail.upstream
+        if name in _FROM_PYTHON:
+            self.mark(result, Trail(self.converted))
+            return result
         arguments = tuple(args[1:]) + tuple(kwargs.values())
         trail = self.reader.apply_operation(name, self.trails_of((args, kwargs)), arguments)
         for target in changed_arguments(name, args, kwargs):
