@@ -13,7 +13,7 @@ from source import MODULES, arrows, imports
 import embens
 
 ORDER = (
-    ["checks", "trees", "modes", "markdown"],
+    ["checks", "trees", "modes", "markdown", "optimizers"],
     ["laws", "files", "logits", "mixtures", "sources", "differences"],
     ["metrics"],
     ["networks", "uncertainty", "fields", "folders", "losses"],

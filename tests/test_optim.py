@@ -12,7 +12,6 @@ from torch import Tensor, nn, optim
 
 import embens
 from embens import laws, objective
-from embens.optim import OptimizerKind, kind_of_optimizer
 
 MEMBERS, ROWS, CLASSES = 4, 12, 3
 
@@ -557,37 +556,6 @@ def test_separately_drawn_last_layers_have_a_group_and_make_gamma_m():
     assert per_member["gamma_factor"] == 1.0
     assert modulations["lr"] == 0.5
     assert shared["lr"] == pytest.approx(0.1)
-
-
-SCALE_FREE = {
-    "Adam": (optim.Adam, False),
-    "AdamW": (optim.AdamW, True),
-    "Adam, decoupled": (partial(optim.Adam, decoupled_weight_decay=True), True),
-    "Adam, amsgrad": (partial(optim.Adam, amsgrad=True), False),
-    "AdamW, by a function": (lambda groups: optim.AdamW(groups, fused=False), True),
-    "NAdam": (optim.NAdam, False),
-    "NAdam, decoupled": (partial(optim.NAdam, decoupled_weight_decay=True), True),
-    "RAdam": (optim.RAdam, False),
-    "Adamax": (optim.Adamax, False),
-    "Adagrad": (optim.Adagrad, False),
-    "RMSprop": (optim.RMSprop, False),
-    "Rprop": (optim.Rprop, False),
-    "Adadelta": (optim.Adadelta, False),
-    "Adafactor": (optim.Adafactor, True),
-}
-
-
-@pytest.mark.parametrize(("optimizer", "decoupled"), SCALE_FREE.values(), ids=SCALE_FREE)
-def test_scale_free_optimizers_are_recognised(optimizer, decoupled):
-    assert kind_of_optimizer(optimizer) == OptimizerKind(True, decoupled)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [optim.SGD, partial(optim.SGD, momentum=0.9), lambda g: optim.SGD(g, momentum=0.9), optim.ASGD],
-)
-def test_other_optimizers_are_recognised(optimizer):
-    assert kind_of_optimizer(optimizer) == OptimizerKind(False, False)
 
 
 @pytest.mark.parametrize(

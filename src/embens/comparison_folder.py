@@ -42,12 +42,12 @@ def open_folder(
         identity[f"{part} data"] = _describe_data(values)
     path = Path(folder) / FILE
     if path.exists():
-        known = json.loads(path.read_text())
+        saved = json.loads(path.read_text())
         for name, value in identity.items():
-            if known.get(name) != value:
+            if saved.get(name) != value:
                 raise ValueError(
                     f"folder {str(folder)!r} belongs to a comparison with other {name}: "
-                    f"{known.get(name)} before, {value} now. Use the same arguments to continue "
+                    f"{saved.get(name)} before, {value} now. Use the same arguments to continue "
                     "it, or another folder to start again."
                 )
     else:

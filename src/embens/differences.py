@@ -169,9 +169,9 @@ def paired_differences(row_values: dict[str, dict[str, Tensor]]) -> list[Differe
         >>> [(gain.candidate, gain.value) for gain in paired_differences(values)]
         [('two', 1.0)]
     """
-    baseline, *others = row_values
+    baseline, *candidates = row_values
     differences = []
-    for candidate in others:
+    for candidate in candidates:
         for metric, values in row_values[candidate].items():
             paired = values - row_values[baseline][metric]
             low, high = paired_interval(paired)

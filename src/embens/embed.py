@@ -347,10 +347,10 @@ class Source:
                 "the parametrization with torch.nn.utils.parametrize.remove_parametrizations."
             )
         parameters = {id(parameter) for parameter in module.parameters()}
-        for other_name, other in self.modules.items():
+        for other_name, other_module in self.modules.items():
             if is_within(other_name, names):
                 continue
-            if parameters & {id(p) for p in other._parameters.values()}:
+            if parameters & {id(p) for p in other_module._parameters.values()}:
                 raise ValueError(
                     f"own: {name!r} shares a weight with {other_name!r}. Name both or neither (in "
                     "adapt: head='shared')."
@@ -541,12 +541,12 @@ def build(
         flow: The data flow of the reference, if it was read already.
     """
     networks = []
-    drawn = [item.module for item in spec.per_member if item.drawn]
-    if drawn:
+    redrawn_modules = [item.module for item in spec.per_member if item.drawn]
+    if redrawn_modules:
         for _ in range(spec.members):
             network = copy_reference(reference)
             seed = int(torch.randint(2**62, (), generator=generator))
-            reinitialise_(network, drawn, initialise, seed)
+            reinitialise_(network, redrawn_modules, initialise, seed)
             networks.append(network)
     values: dict[str, Tensor] = {}
     stacks: dict[int, Tensor] = {}

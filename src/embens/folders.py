@@ -101,9 +101,9 @@ def check_folder(path: Path, is_earlier: Callable[[Path], bool]) -> None:
         raise FileExistsError(
             errno.EEXIST, "The current folder can't be replaced. Choose another path", str(path)
         )
-    others = [part for part in path.iterdir() if not is_leftover(part)]
-    if others and not is_earlier(path):
-        names = ", ".join(sorted(part.name for part in others)[:3])
+    files = [part for part in path.iterdir() if not is_leftover(part)]
+    if files and not is_earlier(path):
+        names = ", ".join(sorted(part.name for part in files)[:3])
         raise FileExistsError(
             errno.EEXIST,
             f"The folder holds other files ({names}) and is never replaced. Choose another path",

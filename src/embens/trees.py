@@ -77,8 +77,8 @@ def check_same_structure(outputs: Sequence[Any]) -> None:
     for output in outputs:
         leaves, structure = tree_flatten(output)
         are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
-        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        descriptions.append((structure, are_tensors, others))
+        plain_values = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        descriptions.append((structure, are_tensors, plain_values))
     first_structure, first_are_tensors, first_values = descriptions[0]
     for structure, are_tensors, values in descriptions[1:]:
         if structure != first_structure or are_tensors != first_are_tensors:
@@ -95,10 +95,10 @@ def check_same_structure(outputs: Sequence[Any]) -> None:
                 )
 
 
-def _is_equal(left: Any, right: Any) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
     """Return whether two leaves are equal, where NaN (the value that differs from itself) is."""
     try:
-        return left is right or bool(left == right) or bool(left != left and right != right)
+        return first is second or bool(first == second) or bool(first != first and second != second)
     except Exception:  # arrays, and classes of the user, may raise anything
         return False
 

@@ -40,12 +40,12 @@ def read_attributes(ensemble: "EmbeddedEnsemble") -> list[MemberAttributes]:
         guard = None
     result = []
     for attributes in ensemble.merged.member_attributes():
-        chosen: MemberAttributes = {}
+        saved: MemberAttributes = {}
         for module, values in attributes.items():
             for name, value in values.items():
                 if guard is None or guard.reads_any_name or name in guard.loaded:
-                    chosen.setdefault(module, {})[name] = value
-        result.append(copy_attributes(chosen))
+                    saved.setdefault(module, {})[name] = value
+        result.append(copy_attributes(saved))
     return result if any(result) else []
 
 

@@ -125,14 +125,14 @@ def _private_tensor(x: Tensor) -> Tensor:
     return copied
 
 
-def _held_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _held_tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
     """Yield the tensors in containers and in attributes of objects."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif id(leaf) not in seen and not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
-            seen.add(id(leaf))
-            yield from _held_tensors([item for _, item in attributes_of(leaf)], seen)
+        elif id(leaf) not in visited and not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
+            visited.add(id(leaf))
+            yield from _held_tensors([item for _, item in attributes_of(leaf)], visited)
 
 
 def _private_object(argument: Any, copies: dict[int, Any]) -> Any:

@@ -238,11 +238,11 @@ def _sums(tensor: Tensor) -> Tensor:
     )
 
 
-def _is_equal(left: Tensor, right: Tensor) -> bool:
-    if left.is_meta:
+def _is_equal(before: Tensor, after: Tensor) -> bool:
+    if before.is_meta:
         return True
-    if left.layout is not torch.strided:
-        left, right = left.to_sparse().coalesce(), right.to_sparse().coalesce()
-        same_places = torch.equal(left.indices(), right.indices())
-        return same_places and _is_equal(left.values(), right.values())
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    if before.layout is not torch.strided:
+        before, after = before.to_sparse().coalesce(), after.to_sparse().coalesce()
+        same_places = torch.equal(before.indices(), after.indices())
+        return same_places and _is_equal(before.values(), after.values())
+    return bool(((before == after) | ((before != before) & (after != after))).all())

@@ -151,12 +151,12 @@ class _TensorFunction(nn.Module):
         leaves = [next(remaining) if isinstance(x, Tensor) else x for _, x in self.leaves]
         bound = inspect.BoundArguments(self.signature, tree_unflatten(leaves, self.tree))
         outputs, _ = tree_flatten_with_path(self.network(*bound.args, **bound.kwargs))
-        taken = {*self.tensors, ""}
+        used_names = {*self.tensors, ""}
         self.names = []
         for keys, value in outputs:
             if isinstance(value, Tensor):
                 name = _name(keys)
-                needs_prefix = name.isdigit() or name in taken
+                needs_prefix = name.isdigit() or name in used_names
                 self.names.append(f"output_{name}".rstrip("_") if needs_prefix else name)
         return tuple(value for _, value in outputs if isinstance(value, Tensor))
 

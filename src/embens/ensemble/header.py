@@ -32,8 +32,8 @@ def read_spec(values: Any, place: str) -> EnsembleSpec:
     spec = Fields(values, place, _names(EnsembleSpec))
     members = spec.whole("members", most=MAX_MEMBERS)
     sampled = spec.whole("sampled", least=0, most=MAX_MEMBERS)
-    chosen = spec.wholes("chosen", 0, sampled - 1)
-    if chosen and len(chosen) != members:
+    original_members = spec.wholes("chosen", 0, sampled - 1)
+    if original_members and len(original_members) != members:
         raise spec.fail("chosen", f"empty, or a list of {members} members")
     sites = [_read_site(site) for site in spec.each("sites", _names(Site))]
     low_rank = [_read_low_rank(site) for site in spec.each("low_rank", _names(LowRankSite))]
@@ -52,7 +52,7 @@ def read_spec(values: Any, place: str) -> EnsembleSpec:
         separate=spec.flag("separate"),
         individual_head=spec.flag("individual_head"),
         sampled=sampled,
-        chosen=tuple(chosen),
+        chosen=tuple(original_members),
     )
 
 

@@ -868,7 +868,7 @@ class Foldings:
         Args:
             folding: One of ``kept``.
         """
-        self.kept = [other for other in self.kept if other is not folding]
+        self.kept = [item for item in self.kept if item is not folding]
 
     def find(
         self, inputs: tuple, kwargs: dict, *, per_member: bool = False
@@ -1130,10 +1130,10 @@ def _why_not_foldable(
         return "a hook of all modules is registered"
     if per_member and any(isinstance(value, Tensor) for value in kwargs.values()):
         return "keyword arguments are the same for all members"
-    first, *others = call[0].values()
+    first_tensor, *later_tensors = call[0].values()
     batch_axis = 1 if per_member else 0
-    rows = first.shape[batch_axis] if first.dim() > batch_axis else 0
-    for tensor in others:
+    rows = first_tensor.shape[batch_axis] if first_tensor.dim() > batch_axis else 0
+    for tensor in later_tensors:
         if tensor.dim() > batch_axis and tensor.shape[batch_axis] != rows:
             return "its arguments have different numbers of rows"
     return ""

@@ -47,9 +47,9 @@ def _run_unequal(ensemble: "EmbeddedEnsemble", inputs: tuple, kwargs: dict, rows
         outputs.append(ensemble.merged.run(a, args, named, values, computed))
 
     def interleave(parts: list[Tensor]) -> Tensor:
-        joined = torch.cat(parts)
+        output = torch.cat(parts)
         order = torch.arange(rows).remainder(members).argsort(stable=True).argsort()
-        return joined[order.to(joined.device)] if len(joined) == rows else joined
+        return output[order.to(output.device)] if len(output) == rows else output
 
     check_same_structure(outputs)
     return gather(outputs, interleave)

@@ -281,7 +281,7 @@ def split_weights(
     """
     if not has_weights(values, counts):
         return values, None
-    *rest, weight = values
+    *data, weight = values
     is_valid = isinstance(weight, Tensor) and weight.dim() > 0
     if is_valid:
         weight = weight if weight.is_floating_point() else weight.float()
@@ -291,7 +291,7 @@ def split_weights(
             f"{name}: sample weights must be one finite, non-negative number for each row, got "
             f"{getattr(weight, 'shape', weight)!s:.80}."
         )
-    return tuple(rest), weight
+    return tuple(data), weight
 
 
 def split_target(values: Any, expected: str) -> tuple[Any, Any]:

@@ -265,10 +265,10 @@ class CSVLog(Callback):
 
     def _keep_rows_before(self, epoch: int, columns: list[str]) -> None:
         header = ",".join(columns) + "\n"
-        kept = [header]
+        lines = [header]
         if self.path.exists():
-            kept += self._rows_before(epoch, header)
-        write_atomically(self.path, "".join(kept))
+            lines += self._rows_before(epoch, header)
+        write_atomically(self.path, "".join(lines))
 
     def _rows_before(self, epoch: int, header: str) -> list[str]:
         """Return the rows of the file before an epoch."""

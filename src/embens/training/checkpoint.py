@@ -235,9 +235,9 @@ def _separate_buffers(run: Run, template: dict[str, Any], state: Any) -> None:
 def _set_aside(path: Path) -> None:
     """Give a file that was refused another name, which no file has."""
     for number in itertools.count(1):
-        other = path.with_name(f"{path.name}.refused-{number}")
-        if not os.path.lexists(other):
-            os.rename(path, other)
+        new_path = path.with_name(f"{path.name}.refused-{number}")
+        if not os.path.lexists(new_path):
+            os.rename(path, new_path)
             return
 
 

@@ -37,8 +37,8 @@ def join(device: torch.device) -> World:
     if not dist.is_available():
         return ALONE
     if not dist.is_initialized():
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if not several or not dist.is_torchelastic_launched():
+        has_other_processes = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if not has_other_processes or not dist.is_torchelastic_launched():
             return ALONE
         if device.type == "cuda":
             dist.init_process_group("nccl")
