@@ -24,28 +24,34 @@ def syntax(name: str) -> ast.Module:
 
 
 def imports(name: str, *, inner: bool) -> set[str]:
-    """Return what a module imports, and within its blocks and functions; not for types alone."""
-    found: set[str] = set()
+    """Return the names that a module imports, without those for types only.
+
+    Args:
+        name: The module.
+        inner: Include imports within functions and other blocks.
+    """
+    imported: set[str] = set()
     nodes: list[ast.AST] = list(syntax(name).body)
-    for node in nodes:  # grows as it is read
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.module, f"{name}: relative imports hide where they lead"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            imported.update(f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             nodes += node.orelse
         elif inner:
             nodes += ast.iter_child_nodes(node)
-    return found
+    return imported
 
 
-def arrows(name: str) -> set[str]:
+def imported_modules(name: str) -> set[str]:
     """Return the modules of the library that a module imports, anywhere in it."""
-    found = set()
+    modules = set()
     for imported in imports(name, inner=True):
         while imported not in MODULES and "." in imported:  # a name within a module
             imported = imported.rpartition(".")[0]
         if imported in MODULES and imported not in ("embens", name):
-            found.add(imported)
-    return found
+            modules.add(imported)
+    return modules
