@@ -164,14 +164,14 @@ def embens(part: Part, seed: int, **options: Any) -> Model:
     return Model(predict, model.n_parameters_, model.predict_members)
 
 
-def embens_untuned(part: Part, seed: int) -> Model:
-    """Ours with `tune=False`: no search of hyperparameters inside `fit`."""
-    return embens(part, seed, tune=False)
+def embens_split(part: Part, seed: int) -> Model:
+    """Ours with `folds=1`: one split instead of cross-fitting."""
+    return embens(part, seed, folds=1)
 
 
-def embens_folds(part: Part, seed: int) -> Model:
-    """Ours with cross-fitting, `folds=4`, and without tuning."""
-    return embens(part, seed, tune=False, folds=4)
+def embens_tuned(part: Part, seed: int) -> Model:
+    """Ours with `folds=1, tune=True`: one split and a search of hyperparameters."""
+    return embens(part, seed, folds=1, tune=True)
 
 
 def separate(part: Part, seed: int) -> Model:
@@ -349,8 +349,8 @@ def random_forest(part: Part, seed: int) -> Model:
 
 CONTESTANTS: dict[str, Callable[[Part, int], Model]] = {
     "embens": embens,
-    "embens_untuned": embens_untuned,
-    "embens_folds": embens_folds,
+    "embens_split": embens_split,
+    "embens_tuned": embens_tuned,
     "separate": separate,
     "tabm": tabm,
     "realmlp": realmlp,
@@ -361,7 +361,11 @@ CONTESTANTS: dict[str, Callable[[Part, int], Model]] = {
     "hist_gradient_boosting": hist_gradient_boosting,
     "random_forest": random_forest,
 }
-OURS = ("embens", "embens_untuned", "embens_folds", "separate")
+OURS = ("embens", "embens_split", "embens_tuned", "separate")
 BOOSTING = ("lightgbm", "xgboost", "catboost", "catboost_all_rows", "hist_gradient_boosting")
-PRELOAD = ["torch", "sklearn.ensemble", "lightgbm", "xgboost", "catboost", "pytabkit"]
-"""What contestants import, for the process that others are forked from."""
+PRELOAD = [
+    *("torch", "torch._dynamo", "sklearn.ensemble"),
+    *("lightgbm", "xgboost", "catboost", "pytabkit"),
+]
+"""What contestants import, for the process that others are forked from. The first step of an
+optimizer imports `torch._dynamo`."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tabular.problems import classes_of, classifier, mixed_table, regressor
 
+from embens import EmbeddedEnsemble
 from embens.tabular import groups, load
 from embens.tabular.groups import assign_folds
 
@@ -134,3 +135,62 @@ def test_a_skewed_target_is_transformed_in_all_groups():
 def test_arguments_that_contradict_each_other_are_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         classifier(**arguments).fit([[0.0], [1.0]], [0, 1])
+
+
+@pytest.mark.parametrize("make", [classifier, regressor])
+class TestDefaultFolds:
+    def fit(self, make, rows=100, **changes):
+        X, target = mixed_table(rows)
+        y = target if make is regressor else classes_of(target)
+        return X, y, make(**{"members": 8, "width": 8, "max_epochs": 2, **changes}).fit(X, y)
+
+    def test_members_are_cross_fitted_in_four_groups(self, make):
+        X, _, model = self.fit(make)
+        assert len(model.ensemble_.groups) == 4
+        assert len(model.head_.scores) == len(X)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"members": 6},
+            {"members": 4},
+            {"time_limit": 60.0},
+            {"refit": True},
+            {"keep_members": 4},
+            {"validation_fraction": 0.3},
+            {"rows": 49},
+        ],
+    )
+    def test_one_split_where_folds_are_impossible(self, make, changes):
+        _, _, model = self.fit(make, **changes)
+        assert isinstance(model.ensemble_, EmbeddedEnsemble)
+
+    @pytest.mark.parametrize("rows", [1, 3, 60])
+    def test_partial_fit_continues_the_groups_with_any_number_of_rows(self, make, rows):
+        X, y, model = self.fit(make)
+        before = model.predict(X[:5])
+        model.partial_fit(X[:rows], y[:rows])
+        assert len(model.ensemble_.groups) == 4
+        if make is regressor:
+            assert not np.array_equal(model.predict(X[:5]), before)
+
+    def test_partial_fit_continues_one_split(self, make):
+        X, y, model = self.fit(make, rows=40)
+        model.partial_fit(X, y)
+        assert isinstance(model.ensemble_, EmbeddedEnsemble)
+        model = model.partial_fit(*self.fit(make)[:2])
+        assert isinstance(model.ensemble_, EmbeddedEnsemble)
+
+
+def test_an_interval_is_the_mean_of_the_intervals_of_the_groups():
+    X, target = mixed_table()
+    target = target + 100.0  # far from 0, so that no bound is active
+    model = regressor(folds=2, max_epochs=3).fit(X, target)
+    quantile = np.sort(model.conformal_scores().squeeze(1).numpy())[int(np.ceil(0.8 * 241)) - 1]
+    mean, std = model.predict_mixture(X)
+    ends = []
+    for part in (slice(0, len(mean) // 2), slice(len(mean) // 2, None)):
+        centre = mean[part].mean(0)
+        spread = np.sqrt((std[part] ** 2).mean(0) + mean[part].var(0))
+        ends.append(np.stack([centre - quantile * spread, centre + quantile * spread], 1))
+    np.testing.assert_allclose(model.predict_interval(X, 0.8), np.mean(ends, 0), rtol=1e-5)

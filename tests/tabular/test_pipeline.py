@@ -19,8 +19,9 @@ def test_members_and_law_have_defaults_and_can_be_chosen():
     small = {"width": 8, "max_epochs": 1, "tune": False, "random_state": 0}
     auto = EmbeddedEnsembleClassifier(**small).fit(X, X[:, 0] > 0)
     assert (auto.sizes_.p, auto.ensemble_.members) == (0.0, 16)
-    (site,) = auto.ensemble_.spec.sites  # the output of the first layer
-    assert (site.kind, site.law) == ("pre", laws.Signs(0.0))
+    for group in auto.ensemble_.groups:
+        (site,) = group.spec.sites  # the output of the first layer
+        assert (site.kind, site.law) == ("pre", laws.Signs(0.0))
     chosen = EmbeddedEnsembleClassifier(members=12, p=0.1, **small).fit(X, X[:, 0] > 0)
     assert (chosen.sizes_.p, chosen.ensemble_.members) == (0.1, 12)
 

@@ -33,8 +33,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         own: Whether each member has its own output layer.
         width: Width of the hidden layers; "auto" is 64 below 500 rows, else 256.
         depth: Number of hidden layers.
-        dropout: Dropout rate after hidden layers; "auto" is chosen by ``tune``, otherwise 0.1, or
-            0 for tables with fewer than 50 rows.
+        dropout: Dropout rate after hidden layers; "auto" is 0.1, or 0 for tables with fewer than
+            50 rows, or chosen with ``tune=True``.
         numerical_embedding: "piecewise" (linear bins), "periodic", "both" or "none".
         bins: Maximal number of bins of a numeric column; "auto" is 32 to 128 by the number of
             rows.
@@ -44,14 +44,15 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
             "auto" is 32 for tables with more than 256 numeric columns, fewer than four rows for
             each, and a target that few columns explain better than all; else all columns.
         lr: Maximal learning rate of AdamW; "auto" is 0.002, or 0.004 from 5,000 rows on.
-        weight_decay: Of the shared parameters; "auto" is chosen by ``tune``, otherwise 0.0003.
+        weight_decay: Of the shared parameters; "auto" is 0.0003, or chosen with ``tune=True``.
         batch_size: Rows of a step; "auto" is 64 to 1024 by the number of rows.
         max_epochs: Maximal number of epochs; "auto" is 24 to 100, for about 1,800 steps.
         patience: Epochs without improvement on validation rows before training stops; "auto" is
             a quarter of the epochs, at least 8.
-        validation_fraction: Fraction of rows to hold out; "auto" is a fifth, at most 10,000, and
-            nothing for tables with fewer than 50 rows.
-        tune: Whether short runs choose what is "auto" of dropout and weight decay.
+        validation_fraction: Fraction of rows to hold out with ``folds=1``; "auto" is a fifth, at
+            most 10,000, and nothing for tables with fewer than 50 rows.
+        tune: Whether short runs choose what is "auto" of dropout and weight decay. The fit takes
+            two to three times as long.
         time_limit: Seconds for the whole fit; None for no limit.
         refit: Whether to train again with the validation rows included.
         keep_members: Number of members to keep after training, for faster predictions: those that
@@ -59,8 +60,9 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
             of "all_members" as well.
         folds: 1 holds out a part of the rows. A larger number cross-fits: the members form as many
             groups, each with another held-out fold, so that all rows train and calibrate. It
-            improved the loss by 3 % on tables of 1,000 rows and takes about 1.5 times as long. It
-            must divide the number of members.
+            must divide the number of members. "auto" is 4, or 1 where groups are impossible:
+            fewer than 50 rows, members that do not form four groups of two or more, or a value
+            for ``validation_fraction``, ``time_limit``, ``refit`` or ``keep_members``.
         calibrate: Whether to fit a temperature on the validation rows.
         warm_start: Whether another ``fit`` continues from the current weights.
         random_state: An integer makes the fit deterministic.
@@ -186,7 +188,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         """Return conformal prediction sets.
 
         A set contains the class of a new row with probability at least ``coverage``, on average
-        over rows that are exchangeable with the fitted ones, for any model. It can be empty.
+        over rows that are exchangeable with the fitted ones, for any model. With several folds
+        this holds approximately, as the scores are those of groups of members. A set can be empty.
 
         Args:
             X: The rows.

@@ -18,6 +18,7 @@ from embens.laws import Law
 FAMILIES = ("batch_ensemble", "last_layer_dropout", "mc_dropout", "independent")
 TINY_ROWS = 50  # smaller tables are trained without held-out rows, in full batches and float64
 DEFAULT_MEMBERS = 16
+DEFAULT_FOLDS = 4
 LARGE_ROWS = 5000  # from here on the learning rate is higher
 MAX_LEARNING_ROWS = 100_000  # rows from which bins and categories are learned
 MAX_HELD_OUT_ROWS = 10_000
@@ -60,11 +61,11 @@ class Arguments:
     max_epochs: Any = "auto"
     patience: Any = "auto"
     validation_fraction: Any = "auto"
-    tune: bool = True
+    tune: bool = False
     time_limit: float | None = None
     refit: bool = False
     keep_members: Any = "all"
-    folds: int = 1
+    folds: Any = "auto"
     calibrate: bool = True
     warm_start: bool = False
     random_state: Any = None
@@ -120,6 +121,7 @@ COUNTS = (
     "patience",
     "folds",
 )
+NEEDS_ONE_SPLIT = ("time_limit", "refit", "keep_members", "validation_fraction")
 SWITCHES = ("own", "tune", "refit", "calibrate", "warm_start")
 RANGES = {
     "p": (-1, 1),
@@ -169,7 +171,7 @@ def check_arguments(arguments: Arguments) -> None:
                 "keep_members chooses by validation rows, but refit=True trains with them. Use "
                 "one of the two."
             )
-    if arguments.folds > 1:
+    if arguments.folds not in ("auto", 1):
         _check_folds(arguments)
     if arguments.law is None:
         return
@@ -190,7 +192,7 @@ def _check_folds(arguments: Arguments) -> None:
             f"folds must divide the number of members, got folds={arguments.folds} and "
             f"{members} members."
         )
-    for name in ("time_limit", "refit", "keep_members", "validation_fraction"):
+    for name in NEEDS_ONE_SPLIT:
         if getattr(arguments, name) != getattr(Arguments, name):
             raise ValueError(
                 f"{name} needs one split of the rows, but folds={arguments.folds}. Use folds=1, "
@@ -222,6 +224,32 @@ def resolve(value: Any, default: Any) -> Any:
     if isinstance(value, str):
         return default
     return type(default)(value)
+
+
+def choose_folds(rows: int, arguments: Arguments) -> int:
+    """Return the number of folds of a first fit; 1 is one split of the rows.
+
+    By default, members are cross-fitted if they can form four groups of several members.
+
+    Args:
+        rows: Number of rows.
+        arguments: Of the estimator.
+
+    Example:
+        >>> choose_folds(1000, Arguments()), choose_folds(1000, Arguments(time_limit=10))
+        (4, 1)
+    """
+    if rows < TINY_ROWS:
+        return 1
+    if arguments.folds != "auto":
+        return int(arguments.folds)
+    for name in NEEDS_ONE_SPLIT:
+        if getattr(arguments, name) != getattr(Arguments, name):
+            return 1
+    members = resolve(arguments.members, DEFAULT_MEMBERS)
+    if members % DEFAULT_FOLDS or members < 2 * DEFAULT_FOLDS:
+        return 1
+    return DEFAULT_FOLDS
 
 
 def choose_sizes(rows: int, arguments: Arguments) -> Sizes:

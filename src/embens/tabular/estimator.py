@@ -31,7 +31,7 @@ from embens.tabular.display import Display
 from embens.tabular.frames import read_table
 from embens.tabular.groups import GroupedEnsemble, fit_groups
 from embens.tabular.predictor import predict_members
-from embens.tabular.preparation import prepare, uses_groups
+from embens.tabular.preparation import prepare
 from embens.tabular.targets import read_weights
 from embens.training import History
 
@@ -149,7 +149,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
                 table, target, weights, self, random_state, previous, classes, deadline
             )
             sizes = choose_sizes(len(prepared.train), self)
-            if uses_groups(self, len(prepared.train) + len(prepared.validation)):
+            if prepared.folds > 1:
                 self.fitted_ = fit_groups(prepared, sizes, previous)
             else:
                 self.fitted_ = pipeline.fit(prepared, sizes, deadline, previous)
@@ -224,7 +224,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
     @property
     def ensemble_(self) -> EmbeddedEnsemble | GroupedEnsemble:
-        """The trained :class:`embens.EmbeddedEnsemble`; with ``folds`` above 1 a group of them."""
+        """The trained :class:`embens.EmbeddedEnsemble`; with several folds a group of them."""
         return self._get_fitted().ensemble
 
     @property

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from embens import EmbeddedEnsemble
-from embens.tabular.defaults import Sizes
+from embens.tabular.defaults import TINY_ROWS, Sizes
 from embens.tabular.descent import train
 from embens.tabular.perceptron import predict_rows
 from embens.tabular.pipeline import (
     Fitted,
     build_ensemble,
     calibrate_outputs,
+    finish,
     search,
     with_transform,
 )
@@ -108,8 +109,10 @@ def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None)
         previous: A previous fit with the same number of folds, whose groups are trained further in
             place.
     """
+    if previous is not None and len(prepared.train) < TINY_ROWS:
+        return _continue_groups(prepared, sizes, previous)
     # Three parts: search on the first fold, train each group, calibrate on all folds.
-    folds = int(prepared.arguments.folds)
+    folds = prepared.folds
     fold_of_row = assign_folds(len(prepared.train), folds, prepared.strata, prepared.seed)
     if prepared.arguments.tune and previous is None:
         candidate, sizes = search(_hold_out(prepared, fold_of_row, 0), sizes, math.inf)
@@ -150,6 +153,16 @@ def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None)
         held_out,
         remarks,
     )
+
+
+def _continue_groups(prepared: Prepared, sizes: Sizes, previous: Fitted) -> Fitted:
+    """Train all groups further with a few rows, of which none is held out."""
+    ensemble: Any = previous.ensemble
+    runs = [
+        train(group, replace(prepared, seed=prepared.seed + fold), sizes)
+        for fold, group in enumerate(ensemble.groups)
+    ]
+    return finish(ensemble, prepared, sizes, join_histories(runs))
 
 
 def _hold_out(prepared: Prepared, fold_of_row: Tensor, fold: int) -> Prepared:

@@ -41,6 +41,7 @@ class Prepared:
         calibration: Held-out rows for conformal scores only; may be empty.
         remarks: What the user should know about the rows.
         strata: Classes of the training rows, by which folds are stratified, if any.
+        folds: Number of folds for cross-fitting; 1 is the split above.
     """
 
     arguments: Arguments
@@ -53,6 +54,7 @@ class Prepared:
     calibration: Rows
     remarks: tuple[str, ...] = ()
     strata: np.ndarray | None = None
+    folds: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +216,8 @@ def _encode_rows(
     seed, split_seed = seeds
     fraction = arguments.validation_fraction
     strata = head.strata(values)
-    if uses_groups(arguments, table.rows):
+    folds_of_members = count_folds(arguments, table.rows, previous)
+    if folds_of_members > 1:
         fraction = 0.0
     split = split_rows(table.rows, fraction, head.calibration_stride, strata, split_seed)
     train_strata = None
@@ -251,9 +254,14 @@ def _encode_rows(
         validation=rows[split.validation],
         calibration=rows[split.calibration],
         strata=train_strata,
+        folds=folds_of_members,
     )
 
 
-def uses_groups(arguments: Arguments, rows: int) -> bool:
-    """Return whether a table is cross-fitted; tiny tables have no held-out rows."""
-    return int(arguments.folds) > 1 and rows >= defaults.TINY_ROWS
+def count_folds(arguments: Arguments, rows: int, previous: "Fitted | None") -> int:
+    """Return the number of folds; 1 is one split. By default a continued fit keeps its folds."""
+    if previous is not None:
+        folds = len(getattr(previous.ensemble, "groups", [previous.ensemble]))
+        if arguments.folds in ("auto", folds):
+            return folds
+    return defaults.choose_folds(rows, arguments)

@@ -93,8 +93,9 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         target_transform: "none", "log" or "quantile" (to normal scores), inverted in predictions;
             "auto" chooses the best held-out CRPS if the target is skewed and ``tune`` is on.
         metric: Metric of early stopping, "nll", "crps" or "rmse"; "auto" depends on the loss.
-        validation_fraction: Fraction of rows to hold out. Half of them are for early stopping,
-            the other half only for ``predict_interval``, so that its coverage is guaranteed.
+        validation_fraction: Fraction of rows to hold out with ``folds=1``. Half of them are for
+            early stopping, the other half only for ``predict_interval``, so that its coverage is
+            guaranteed.
         calibrate: Whether to fit a factor of the standard deviations on the validation rows.
 
     Example:
@@ -250,7 +251,9 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         """Return conformal prediction intervals.
 
         An interval contains a new target with probability at least ``coverage``, on average over
-        rows that are exchangeable with the fitted ones, for any model. The ends respect the fitted
+        rows that are exchangeable with the fitted ones, for any model. With several folds this
+        holds approximately: the interval of each group has this coverage on the rows that the
+        group has not seen, and the ends are means over the groups. The ends respect the fitted
         values of the target as those of :meth:`predict_quantiles` do.
 
         Args:
@@ -272,7 +275,14 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         scores = self.conformal_scores(coverage)
         factors = [conformal_quantile(column, coverage) for column in scores.T]
         half_width = torch.tensor(factors, dtype=torch.float64)
-        mean, std = self._predict_blocks(X, GaussianHead.summarise)
+        groups = len(getattr(self.ensemble_, "groups", [self.ensemble_]))
+
+        def mean_of_groups(head: GaussianHead, outputs: Tensor) -> list[Tensor]:
+            # Not the mixture of all groups, which is wider than the groups that were calibrated.
+            moments = [head.summarise(part) for part in outputs.chunk(groups)]
+            return [torch.stack(parts).mean(0) for parts in zip(*moments, strict=True)]
+
+        mean, std = self._predict_blocks(X, mean_of_groups)
         interval = torch.stack([mean - half_width * std, mean + half_width * std], 1)
         return self._to_numpy(self.head_.within_bounds(interval))
 
