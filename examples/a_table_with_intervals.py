@@ -3,7 +3,7 @@ A table with prediction intervals
 =================================
 
 The estimators follow scikit-learn. The regressor predicts a distribution, and conformal intervals
-with a guaranteed coverage on rows like the fitted ones.
+that are calibrated on rows which the members have not seen.
 """
 
 import matplotlib.pyplot as plt
@@ -14,7 +14,7 @@ from embens.tabular import EmbeddedEnsembleRegressor
 
 table, target = make_friedman1(n_samples=1200, noise=1.0, random_state=0)
 train, test, y_train, y_test = train_test_split(table, target, test_size=0.4, random_state=0)
-model = EmbeddedEnsembleRegressor(random_state=0, tune=False, max_epochs=30).fit(train, y_train)
+model = EmbeddedEnsembleRegressor(random_state=0, max_epochs=30).fit(train, y_train)
 low, high = model.predict_interval(test, coverage=0.9).T
 mean = model.predict(test)
 inside = ((low <= y_test) & (y_test <= high)).mean()

@@ -14,11 +14,17 @@ def table():
     return mixed_table()
 
 
-def inputs_of(model, X):
+def rows_of(model, X):
     from embens.tabular.frames import from_frame
 
     fitted = model.fitted_
-    return fitted.encoder(*fitted.preprocessing.encode(from_frame(X), fitted.dtype))
+    return fitted.encoder, *fitted.preprocessing.encode(from_frame(X), fitted.dtype)
+
+
+def expected_outputs(model, X):
+    encoder, numbers, codes = rows_of(model, X)
+    with torch.no_grad():
+        return model.ensemble_.eval()(encoder(numbers, codes))
 
 
 @pytest.mark.parametrize(
@@ -27,6 +33,9 @@ def inputs_of(model, X):
         ({}, True),
         ({"sites": "hidden"}, True),
         ({"depth": 1}, True),
+        ({"folds": 2}, True),
+        ({"numerical_embedding": "none"}, True),
+        ({"max_categories": 2}, True),
         ({"own": False}, True),
         ({"numerical_embedding": "both"}, True),
         ({"family": "mc_dropout"}, True),
@@ -38,31 +47,27 @@ def inputs_of(model, X):
 def test_merged_weights_give_the_outputs_of_the_ensemble(table, options, merges):
     X, y = table
     model = classifier(max_epochs=1, **options).fit(X, classes_of(y))
-    assert can_merge(model.ensemble_) == merges
-    inputs = inputs_of(model, X)
-    with torch.no_grad():
-        expected = model.ensemble_.eval()(inputs)
-    torch.testing.assert_close(predict_members(model.ensemble_, inputs), expected)
+    for group in getattr(model.ensemble_, "groups", [model.ensemble_]):
+        assert can_merge(group) == merges
+    outputs = predict_members(model.ensemble_, *rows_of(model, X))
+    torch.testing.assert_close(outputs, expected_outputs(model, X))
 
 
 @pytest.mark.parametrize("loss", ["quantile", "squared"])
 def test_merged_weights_give_the_outputs_of_a_regressor(table, loss):
     X, y = table
     model = regressor(max_epochs=1, loss=loss).fit(X, y)
-    inputs = inputs_of(model, X)
-    with torch.no_grad():
-        expected = model.ensemble_.eval()(inputs)
-    torch.testing.assert_close(predict_members(model.ensemble_, inputs), expected)
+    outputs = predict_members(model.ensemble_, *rows_of(model, X))
+    torch.testing.assert_close(outputs, expected_outputs(model, X))
 
 
 def test_weights_are_merged_again_after_a_change(table):
     X, y = table
     model = classifier(max_epochs=1).fit(X, classes_of(y))
-    inputs = inputs_of(model, X)
-    before = predict_members(model.ensemble_, inputs)
+    rows = rows_of(model, X)
+    before = predict_members(model.ensemble_, *rows)
     with torch.no_grad():
         next(model.ensemble_.individual_parameters()).mul_(2)
-        expected = model.ensemble_(inputs)
-    after = predict_members(model.ensemble_, inputs)
+    after = predict_members(model.ensemble_, *rows)
     assert not torch.equal(before, after)
-    torch.testing.assert_close(after, expected)
+    torch.testing.assert_close(after, expected_outputs(model, X))

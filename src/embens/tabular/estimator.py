@@ -177,8 +177,9 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         with threads(self.n_jobs):
             for start in range(0, table.rows, PREDICTION_ROWS):
                 block = slice(start, start + PREDICTION_ROWS)
-                inputs = fitted.encoder(numbers[block], codes[block])
-                outputs = predict_members(fitted.ensemble, inputs)
+                outputs = predict_members(
+                    fitted.ensemble, fitted.encoder, numbers[block], codes[block]
+                )
                 blocks.append(summarise(fitted.head, outputs))
         return [torch.cat(parts, dim) for parts in zip(*blocks, strict=True)]
 

@@ -21,16 +21,10 @@ from torch import Tensor, nn
 from embens import EmbeddedEnsemble
 from embens.tabular.defaults import TINY_ROWS, Sizes
 from embens.tabular.descent import train
-from embens.tabular.perceptron import predict_rows
-from embens.tabular.pipeline import (
-    Fitted,
-    build_ensemble,
-    calibrate_outputs,
-    finish,
-    search,
-    with_transform,
-)
+from embens.tabular.perceptron import build_ensemble, predict_rows
+from embens.tabular.pipeline import Fitted, finish, search, with_transform
 from embens.tabular.preparation import Prepared
+from embens.tabular.targets import calibrate_head
 from embens.training import History
 
 
@@ -137,9 +131,12 @@ def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None)
     order = torch.argsort(fold_of_row, stable=True)
     out_of_fold = torch.empty_like(torch.cat(outputs, 1))
     out_of_fold[:, order] = torch.cat(outputs, 1)
-    head, held_out, problem = calibrate_outputs(prepared, out_of_fold, prepared.train.target)
+    target = prepared.train.target
+    head, held_out, problem = calibrate_head(
+        prepared.head, out_of_fold, target, target, prepared.arguments.calibrate
+    )
     held_out["members"] = member_losses
-    head = head.with_scores(out_of_fold, prepared.train.target)
+    head = head.with_scores(out_of_fold, target)
     remarks = list(prepared.remarks)
     if problem:
         remarks.append(problem)

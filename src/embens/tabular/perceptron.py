@@ -18,7 +18,7 @@ and an indicator if the training rows had missing values in that column.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from embens.laws import Bernoulli, Normal, Signs
 from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes
 from embens.tabular.targets import Head
+
+if TYPE_CHECKING:
+    from embens.tabular.preparation import Prepared
 
 PREDICTED_ROWS = 1024  # rows that the network predicts at a time
 
@@ -170,29 +173,39 @@ class Encoder(nn.Module):
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
         parts = self.encode_numbers(numbers[:, : self.columns])
-        parts.append(numbers[:, self.columns :])  # target statistics
-        if len(self.slot_code):
-            one_hot = codes[:, self.slot_column] == self.slot_code
-            parts.append(one_hot.type_as(numbers))
-        return torch.cat(parts, 1)
+        return torch.cat([*parts, *self.other_inputs(numbers, codes)], 1)
 
     def encode_numbers(self, numbers: Tensor) -> list[Tensor]:
-        """Return scores, compressed numbers, bins and missing indicators, each ``(row, …)``."""
-        missing = torch.isnan(numbers)
+        """Return scores, compressed numbers and bins, each ``(row, …)``."""
         # In place, because most of the time of an encoder goes into these tensors of all bins. The
         # bins of a constant column are padding, where ramps are 0.
         ramps = (numbers.unsqueeze(-1) - self.left).mul_(self.inverse_width)
         ramps = ramps.clamp_(self.low, self.high).nan_to_num_(0.0)
         scores = self.first_score + (ramps * self.score_rise).sum(-1)
-        # A constant column is ignored: its inputs are 0, as those of a missing number.
-        ignored = missing | self.is_constant
-        bounded = numbers.clamp(-1e6, 1e6)  # its square is finite in float32
-        compressed = bounded * torch.rsqrt(1 + (bounded / 3).square())
-        parts = [torch.where(ignored, 0.0, scores), torch.where(ignored, 0.0, compressed)]
+        parts = [torch.where(self.is_ignored(numbers), 0.0, scores), self.compress(numbers)]
         if self.bins:
             parts.append(ramps.flatten(1).index_select(1, self.bin_index))
+        return parts
+
+    def is_ignored(self, numbers: Tensor) -> Tensor:
+        """Return where inputs are 0: of missing numbers and of constant columns."""
+        return torch.isnan(numbers) | self.is_constant
+
+    def compress(self, numbers: Tensor) -> Tensor:
+        """Return the numbers with outliers compressed, ``(row, column)``."""
+        bounded = numbers.clamp(-1e6, 1e6)  # its square is finite in float32
+        compressed = bounded * torch.rsqrt(1 + (bounded / 3).square())
+        return torch.where(self.is_ignored(numbers), 0.0, compressed)
+
+    def other_inputs(self, numbers: Tensor, codes: Tensor) -> list[Tensor]:
+        """Return missing indicators, target statistics and categories, each ``(row, …)``."""
+        parts = []
         if len(self.missing_index):
-            parts.append(missing[:, self.missing_index].type_as(numbers))
+            parts.append(torch.isnan(numbers[:, self.missing_index]).type_as(numbers))
+        parts.append(numbers[:, self.columns :])  # target statistics
+        if len(self.slot_code):
+            one_hot = codes[:, self.slot_column] == self.slot_code
+            parts.append(one_hot.type_as(numbers))
         return parts
 
 
@@ -363,6 +376,15 @@ def embed(
         own_weights=initialise_,
         generator=generator,
     )
+
+
+def build_ensemble(prepared: "Prepared", sizes: Sizes) -> EmbeddedEnsemble:
+    """Build the reference network and embed an ensemble in it."""
+    generator = torch.Generator().manual_seed(prepared.seed)
+    head, arguments = prepared.head, prepared.arguments
+    reference = build_network(prepared.encoder, head, arguments, sizes, generator)
+    reference = reference.to(prepared.train.numbers.dtype)
+    return embed(reference, head, arguments, sizes, generator)
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from embens import EmbeddedEnsemble
 from embens.tabular.columns import Preprocessing
@@ -22,12 +21,12 @@ from embens.tabular.gaussians import MIN_SKEWNESS, GaussianHead
 from embens.tabular.perceptron import (
     Encoder,
     Rows,
-    build_network,
-    embed,
+    build_ensemble,
     predict_constant_,
     predict_rows,
 )
 from embens.tabular.preparation import AnyHead, Prepared
+from embens.tabular.targets import calibrate_head
 from embens.training import History
 
 if TYPE_CHECKING:
@@ -182,15 +181,6 @@ def refit(fitted: Fitted, prepared: Prepared, deadline: float) -> Fitted:
         outputs = predict_rows(ensemble, prepared.encoder, prepared.calibration)
         head = head.with_scores(outputs, prepared.calibration.target)
     return replace(fitted, ensemble=ensemble, head=head)
-
-
-def build_ensemble(prepared: Prepared, sizes: Sizes) -> EmbeddedEnsemble:
-    """Build the reference network and embed an ensemble in it."""
-    generator = torch.Generator().manual_seed(prepared.seed)
-    head, arguments = prepared.head, prepared.arguments
-    reference = build_network(prepared.encoder, head, arguments, sizes, generator)
-    reference = reference.to(prepared.train.numbers.dtype)
-    return embed(reference, head, arguments, sizes, generator)
 
 
 # Time
@@ -353,8 +343,9 @@ def calibrate(
     if not has_validation:
         rows = prepared.train.thinned(TRANSFORM_ROWS)
     outputs = predict_rows(ensemble, prepared.encoder, rows)
-    head, losses, problem = calibrate_outputs(
-        prepared, outputs, rows.target, has_temperature=has_validation
+    can_calibrate = has_validation and prepared.arguments.calibrate
+    head, losses, problem = calibrate_head(
+        prepared.head, outputs, rows.target, prepared.train.target, can_calibrate
     )
     if not has_validation:
         return head, None, problem
@@ -363,38 +354,3 @@ def calibrate(
         rows = prepared.calibration
         outputs = predict_rows(ensemble, prepared.encoder, rows)
     return head.with_scores(outputs, rows.target), losses, problem
-
-
-def calibrate_outputs(
-    prepared: Prepared, outputs: Tensor, target: Tensor, *, has_temperature: bool = True
-) -> tuple[AnyHead, dict[str, Any], str]:
-    """Fit the temperature to outputs, and compare them with a constant prediction.
-
-    Args:
-        prepared: The head, the training rows and the arguments.
-        outputs: ``(member, row, output)``.
-        target: Of the same rows.
-        has_temperature: Whether the rows were held out, so that they can calibrate.
-
-    Returns:
-        The calibrated head, the losses, and a sentence if the outputs are worse than the best
-        constant prediction, else "".
-    """
-    head = replace(prepared.head, temperature=1.0, scores=None)
-    constant = head.constant_outputs(prepared.train.target).expand(1, len(target), -1)
-    losses = {
-        "ensemble": float(head.metric(outputs, target)),
-        "members": [float(head.metric(member, target)) for member in outputs.split(1)],
-        "constant": float(head.metric(constant, target)),
-    }
-    if has_temperature and prepared.arguments.calibrate:
-        head = head.calibrated(outputs, target)
-    loss = float(head.metric(outputs, target))
-    problem = ""
-    if loss > losses["constant"]:
-        problem = (
-            f"The ensemble is worse than a constant prediction: its loss is {loss:.4g} on "
-            f"{len(target)} rows, that of {head.constant_name} is {losses['constant']:.4g}. Train "
-            "longer, or check that the columns of X explain y."
-        )
-    return head, losses, problem

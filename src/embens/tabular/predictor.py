@@ -6,6 +6,7 @@ merged weights that are computed once. The product of the first layer is the sam
 only its outputs are modulated; it is computed once for all of them.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,47 +16,58 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from embens import EmbeddedEnsemble
+from embens.tabular.first_layer import EncodedFirstLayer, FirstLayer
 from embens.tabular.groups import GroupedEnsemble
+from embens.tabular.perceptron import Encoder
 
 
 class MergedMembers:
     """The members of a trained ensemble as stacks of linear layers.
 
     Args:
-        ensemble: An ensemble whose reference is a perceptron of
-            :func:`embens.tabular.perceptron.build_network`. Its members differ from the outputs of
-            the first layer on.
+        groups: Ensembles whose references are perceptrons of
+            :func:`embens.tabular.perceptron.build_network`. Their members differ from the outputs
+            of the first layer on.
+        encoder: The encoder of the table.
     """
 
-    def __init__(self, ensemble: EmbeddedEnsemble):
-        reference: Any = ensemble.reference
-        first = _first_layer(reference)
-        self.embedding = reference[:first]  # periodic inputs, if there are any
-        self.weight = reference[first].weight.detach()
-        self.bias = reference[first].bias.detach()
-        # Modulations of the outputs of the first layer, (member, hidden unit).
-        self.scales = torch.ones(ensemble.members, len(self.bias), dtype=self.bias.dtype)
-        for site in ensemble.spec.sites:
-            if site.layer == str(first):
-                self.scales = ensemble.site_values(site).detach()
-        self.layers = []
-        for a in range(ensemble.members):
-            member: Any = ensemble.member(a)
-            self.layers.append(_merged_layers(member[first + 1 :]))
+    def __init__(self, groups: Sequence[EmbeddedEnsemble], encoder: Encoder):
+        embeddings, weights, biases = [], [], []
+        self.scales = []  # of each group: modulations of the first outputs, (member, hidden unit)
+        self.layers = []  # of each group and member
+        for ensemble in groups:
+            reference: Any = ensemble.reference
+            first = _first_layer(reference)
+            embeddings.append(reference[:first])  # periodic inputs, if there are any
+            weights.append(reference[first].weight.detach())
+            biases.append(reference[first].bias.detach())
+            scales = torch.ones(ensemble.members, len(biases[-1]), dtype=biases[-1].dtype)
+            for site in ensemble.spec.sites:
+                if site.layer == str(first):
+                    scales = ensemble.site_values(site).detach()
+            self.scales.append(scales)
+            members: list[Any] = [ensemble.member(a) for a in range(ensemble.members)]
+            self.layers.append([_merged_layers(member[first + 1 :]) for member in members])
+        self.first: FirstLayer | EncodedFirstLayer
+        if FirstLayer.has_bins(encoder) and not any(len(part) for part in embeddings):
+            self.first = FirstLayer(encoder, torch.cat(weights), torch.cat(biases))
+        else:
+            self.first = EncodedFirstLayer(encoder, embeddings, weights, biases)
 
     @torch.no_grad()
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the outputs ``(member, row, output)`` for encoded rows ``(row, input)``."""
-        shared = linear(self.embedding(inputs), self.weight, self.bias)
+    def __call__(self, numbers: Tensor, codes: Tensor) -> Tensor:
+        """Return the outputs of all members, ``(member, row, output)``."""
+        hidden_of_groups = self.first(numbers, codes).chunk(len(self.layers), dim=1)
         outputs = []
-        for scale, layers in zip(self.scales, self.layers, strict=True):
-            # Dropout is the identity in predictions, so only linear layers and ReLU remain.
-            hidden = (shared * scale).relu_()
-            for weight, bias in layers[:-1]:
-                hidden = linear(hidden, weight, bias).relu_()
-            # With few outputs, the transposed product is faster.
-            weight, bias = layers[-1]
-            outputs.append(torch.addmm(bias[:, None], weight, hidden.T))
+        for shared, scales, members in zip(hidden_of_groups, self.scales, self.layers, strict=True):
+            for scale, layers in zip(scales, members, strict=True):
+                # Dropout is the identity in predictions: only linear layers and ReLU remain.
+                hidden = (shared * scale).relu_()
+                for weight, bias in layers[:-1]:
+                    hidden = linear(hidden, weight, bias).relu_()
+                # With few outputs, the transposed product is faster.
+                weight, bias = layers[-1]
+                outputs.append(torch.addmm(bias[:, None], weight, hidden.T))
         return torch.stack(outputs).mT
 
 
@@ -76,9 +88,9 @@ def _merged_layers(modules: Any) -> list[tuple[Tensor, Tensor]]:
     return layers
 
 
-def weight_versions(ensemble: EmbeddedEnsemble) -> list[tuple[int, int]]:
-    """Return values that change when a tensor of the ensemble is replaced or changed in place."""
-    tensors = chain(ensemble.parameters(), ensemble.buffers())
+def weight_versions(*modules: nn.Module) -> list[tuple[int, int]]:
+    """Return values that change when a tensor of a module is replaced or changed in place."""
+    tensors = chain.from_iterable((*part.parameters(), *part.buffers()) for part in modules)
     # The version counter is private, but torch has no other sign of a change in place.
     return [(id(tensor), tensor._version) for tensor in tensors]
 
@@ -100,31 +112,33 @@ def can_merge(ensemble: EmbeddedEnsemble) -> bool:
 
 
 Weights = tuple[list[tuple[int, int]], MergedMembers | None]
-_weights_of_ensemble: WeakKeyDictionary[EmbeddedEnsemble, Weights] = WeakKeyDictionary()
+_weights_of_ensemble: WeakKeyDictionary[nn.Module, Weights] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def predict_members(ensemble: EmbeddedEnsemble | GroupedEnsemble, inputs: Tensor) -> Tensor:
+def predict_members(
+    ensemble: EmbeddedEnsemble | GroupedEnsemble, encoder: Encoder, numbers: Tensor, codes: Tensor
+) -> Tensor:
     """Return the outputs of all members in evaluation mode, with merged weights where they help.
 
     Args:
         ensemble: A trained ensemble.
-        inputs: Encoded rows ``(row, input)``.
+        encoder: The encoder of its inputs.
+        numbers: ``(row, number)``, before the encoder expands them.
+        codes: ``(row, categorical column)``.
 
     Returns:
         The outputs ``(member, row, output)``.
     """
-    if isinstance(ensemble, GroupedEnsemble):
-        groups: Any = ensemble.groups
-        return torch.cat([predict_members(group, inputs) for group in groups])
-    versions = weight_versions(ensemble)
+    versions = weight_versions(ensemble, encoder)
     old_versions, merged = _weights_of_ensemble.get(ensemble, ([], None))
     if versions != old_versions:
+        groups: Any = getattr(ensemble, "groups", [ensemble])
         merged = None
-        if can_merge(ensemble):
-            merged = MergedMembers(ensemble)
+        if all(can_merge(group) for group in groups):
+            merged = MergedMembers(groups, encoder)
         _weights_of_ensemble[ensemble] = (versions, merged)
     if merged is not None:
-        return merged(inputs)
+        return merged(numbers, codes)
     ensemble.eval()
-    return ensemble(inputs)
+    return ensemble(encoder(numbers, codes))

@@ -390,3 +390,39 @@ class ClassHead(Head):
 def log_mean(logarithms: Tensor) -> Tensor:
     """Return the logarithm of the mean over the first axis."""
     return logarithms.logsumexp(0) - math.log(len(logarithms))
+
+
+def calibrate_head(
+    head: Any, outputs: Tensor, target: Tensor, train_target: Tensor, can_calibrate: bool
+) -> tuple[Any, dict[str, Any], str]:
+    """Fit the temperature of a head to outputs, and compare them with a constant prediction.
+
+    Args:
+        head: The head; its temperature and scores are not used.
+        outputs: ``(member, row, output)``.
+        target: Of the same rows.
+        train_target: Of the training rows, for the constant prediction.
+        can_calibrate: Whether to fit the temperature; the rows have to be held out.
+
+    Returns:
+        The calibrated head, the losses, and a sentence if the outputs are worse than the best
+        constant prediction, else "".
+    """
+    head = replace(head, temperature=1.0, scores=None)
+    constant = head.constant_outputs(train_target).expand(1, len(target), -1)
+    losses = {
+        "ensemble": float(head.metric(outputs, target)),
+        "members": [float(head.metric(member, target)) for member in outputs.split(1)],
+        "constant": float(head.metric(constant, target)),
+    }
+    if can_calibrate:
+        head = head.calibrated(outputs, target)
+    loss = float(head.metric(outputs, target))
+    problem = ""
+    if loss > losses["constant"]:
+        problem = (
+            f"The ensemble is worse than a constant prediction: its loss is {loss:.4g} on "
+            f"{len(target)} rows, that of {head.constant_name} is {losses['constant']:.4g}. Train "
+            "longer, or check that the columns of X explain y."
+        )
+    return head, losses, problem
