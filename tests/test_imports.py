@@ -17,7 +17,7 @@ ORDER = (
     ["checks", "trees", "modes", "markdown", "optimizers"],
     ["laws", "files", "logits", "mixtures", "sources", "differences"],
     ["metrics"],
-    ["networks", "uncertainty", "fields", "folders", "losses"],
+    ["networks", "pictures", "conformal", "uncertainty", "fields", "folders", "losses"],
     ["sites"],
     ["graph"],
     ["optim"],

@@ -23,8 +23,8 @@ import embens
 from embens import laws, networks, theory
 from embens.ensemble.saving import CARD, FILE
 from embens.files import write_atomically
+from embens.pictures import picture
 from embens.training import Checkpoint, CSVLog
-from embens.uncertainty import picture
 from reproduction import __main__ as command
 from reproduction.report import explorer, page
 

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 ROOMS = ("", ".finite", ".laws", ".metrics", ".networks", ".tabular", ".theory", ".training")
-RETURNED = ("embens.uncertainty", "embens.differences")
+RETURNED = ("embens.conformal", "embens.differences", "embens.uncertainty")
 """Modules whose classes public functions return."""
 
 CALLED_BY_FIT = {

@@ -1,9 +1,6 @@
-"""Temperatures, conformal quantiles and sets, risk and coverage, flags."""
+"""Temperatures, risk and coverage, flags."""
 
 from __future__ import annotations
-
-import math
-import warnings
 
 import numpy as np
 import pytest
@@ -11,12 +8,7 @@ import torch
 
 from embens import metrics
 from embens.prediction import Prediction
-from embens.uncertainty import (
-    Flags,
-    best_temperature,
-    conformal_quantile,
-    risk_coverage,
-)
+from embens.uncertainty import Flags, best_temperature, risk_coverage
 
 GENERATOR = torch.Generator()
 
@@ -31,68 +23,6 @@ def problem(rows: int, *, overconfidence: float = 1.0) -> tuple[torch.Tensor, to
 
 def as_regression(prediction: Prediction) -> Prediction:
     return Prediction(prediction.members[..., 0], "regression")
-
-
-class TestConformal:
-    def test_the_quantile_has_the_conformal_rank(self):
-        scores = torch.rand(99, generator=torch.Generator().manual_seed(0))
-        quantile = conformal_quantile(scores, 0.9)
-        assert int((scores <= quantile).sum()) == 90  # ⌈100 · 0.9⌉
-
-    def test_the_coverage_over_many_calibration_sets_is_exact(self):
-        generator = torch.Generator().manual_seed(0)
-        rounds, rows = 4000, 30
-        scores = torch.rand(rounds, rows + 1, generator=generator)
-        covered = [float(s[-1] <= conformal_quantile(s[:-1], 0.8)) for s in scores]
-        error = math.sqrt(0.8 * 0.2 / rounds)
-        expected = math.ceil(31 * 0.8) / 31  # exact for scores without ties
-        assert np.mean(covered) == pytest.approx(expected, abs=4 * error)
-
-    def test_too_few_rows_for_a_coverage_raise(self):
-        with pytest.raises(ValueError, match="needs at least 19 held-out rows, got 18"):
-            conformal_quantile(torch.rand(18), 0.95)
-        with pytest.raises(ValueError, match="between 0 and 1"):
-            conformal_quantile(torch.rand(18), 90)
-
-    @pytest.mark.parametrize("coverage", [0.5, 0.8, 0.95])
-    def test_sets_are_those_of_mapie(self, coverage):
-        from sklearn.base import BaseEstimator, ClassifierMixin
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            mapie = pytest.importorskip("mapie.classification")
-        outputs, target = problem(400)
-        table = Prediction(outputs).probabilities.double()
-        table = (table / table.sum(1, keepdim=True)).numpy()
-
-        class Lookup(ClassifierMixin, BaseEstimator):
-            classes_ = np.arange(6)
-
-            def fit(self, X, y):
-                return self
-
-            def __sklearn_is_fitted__(self):
-                return True
-
-            def predict_proba(self, X):
-                return table[X[:, 0]]
-
-            def predict(self, X):
-                return self.predict_proba(X).argmax(1)
-
-        rows = np.arange(400)[:, None]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            conformal = mapie.SplitConformalClassifier(
-                Lookup(), confidence_level=coverage, conformity_score="lac", prefit=True
-            ).conformalize(rows[:200], target[:200].numpy())
-            _, sets = conformal.predict_set(rows[200:])
-        held_out, new = Prediction(outputs[:, :200]), Prediction(outputs[:, 200:])
-        result = new.conformal_sets(held_out, target[:200], coverage)
-        assert np.array_equal(result.sets.numpy(), sets[:, :, 0])
-        assert torch.equal(result.sizes, result.sets.sum(1))
-        inside = result.sets[torch.arange(200), target[200:]]
-        assert result.covered(target[200:]) == pytest.approx(inside.double().mean())
 
 
 class TestTemperature:
@@ -192,20 +122,6 @@ def test_flags_use_the_mutual_information_or_the_given_score():
     assert Prediction(outputs).flag(agreeing, 0.05).flagged.double().mean() > 0.9
     single = Prediction(outputs[:1])  # a single member has no mutual information
     assert torch.equal(single.flag(single).scores, single.entropy)
-
-
-def test_every_decision_has_a_picture(tmp_path):
-    outputs, target = problem(200)
-    prediction = Prediction(outputs)
-    prediction.risk_coverage(target).plot(tmp_path / "risk.png")
-    prediction.flag(prediction).plot(tmp_path / "flags.png")
-    prediction.conformal_sets(prediction, target).plot(tmp_path / "sets.png")
-    prediction.plot_reliability(target, tmp_path / "reliability.png")
-    tempered = prediction.tempered(2.0)
-    tempered.plot_reliability(target, tmp_path / "both.png", before=prediction)
-    pictures = sorted(tmp_path.glob("*.png"))
-    assert len(pictures) == 5
-    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
 
 
 @pytest.mark.parametrize(

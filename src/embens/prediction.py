@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from embens import checks, metrics, mixtures, sources, uncertainty
+from embens import checks, conformal, metrics, mixtures, pictures, sources, uncertainty
 from embens.logits import FLATTEN_POSITIONS, check_labelled
 from embens.losses import logits_of
 from embens.trees import gather
@@ -313,7 +313,7 @@ class Prediction:
 
     def conformal_sets(
         self, held_out: Prediction, target: Int[Tensor, " row"], coverage: float = 0.9
-    ) -> uncertainty.ConformalSets:
+    ) -> conformal.ConformalSets:
         """Return sets of classes that contain the true class with a given probability.
 
         Args:
@@ -333,13 +333,13 @@ class Prediction:
         self._check_like(held_out)
         self._scores(None)  # raises if the logits are not finite
         target = held_out._check_target(target)
-        return uncertainty.conformal_sets(
+        return conformal.conformal_sets(
             self.probabilities, held_out.probabilities, target, coverage
         )
 
     def conformal_intervals(
         self, held_out: Prediction, target: Float[Tensor, " row"], coverage: float = 0.9
-    ) -> uncertainty.ConformalIntervals:
+    ) -> conformal.ConformalIntervals:
         """Return intervals that contain the true value with a given probability.
 
         The central prediction interval of each row is widened, or narrowed, by one margin for all
@@ -369,12 +369,12 @@ class Prediction:
                 "values: Prediction(prediction.members[..., k], prediction.task)."
             )
         self._check_like(held_out)
-        return uncertainty.conformal_intervals(
+        return conformal.conformal_intervals(
             self.interval(coverage), held_out.interval(coverage), target, coverage
         )
 
     def plot_reliability(
-        self, target: Tensor, path: uncertainty.File, *, before: Prediction | None = None
+        self, target: Tensor, path: pictures.File, *, before: Prediction | None = None
     ) -> None:
         """Plot accuracy against confidence, and the number of samples at each confidence.
 
@@ -406,7 +406,7 @@ class Prediction:
             error = metrics.expected_calibration_error(outputs, labels)
             diagram = metrics.reliability(outputs, labels, bins=10)
             diagrams[f"{name}: calibration error {error:.3f}"] = diagram
-        uncertainty.plot_reliability(diagrams, path)
+        pictures.plot_reliability(diagrams, path)
 
     # --- Checks
 
@@ -445,7 +445,7 @@ class Prediction:
                 "score, or select one output: Prediction(prediction.members[..., k], "
                 "prediction.task)."
             )
-        return uncertainty.check_scores(scores.flatten())
+        return conformal.check_scores(scores.flatten())
 
     def _check_like(self, held_out: Prediction) -> None:
         """Check that another prediction has the same task and the same outputs."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import math
 import time
 
 import pytest
@@ -12,17 +10,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import problem
 
 import embens
-from embens import laws
 from embens.training import (
     Callback,
     Checkpoint,
-    ClipGradients,
-    CSVLog,
     KeepBest,
-    Log,
     TimeLimit,
     WeightAveraging,
-    clip_gradients_,
     fit,
 )
 
@@ -93,79 +86,6 @@ class Misspelled(Callback):
 def test_objects_that_would_not_be_called_raise(callbacks, message):
     with pytest.raises(TypeError, match=message):
         fit(make(), problem.data(), epochs=1, callbacks=callbacks)
-
-
-def rows_of(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.mark.parametrize("every", [None, 3])
-@pytest.mark.parametrize("steps", [1, 10])
-def test_the_table_of_a_resumed_run_has_every_row_once(every, steps, tmp_path):
-    path, whole = tmp_path / "log.csv", tmp_path / "whole.csv"
-    callbacks = [Checkpoint(tmp_path / "run", every), CSVLog(path)]
-    interrupted = [*callbacks, problem.Interrupt(steps)]
-    with pytest.raises(problem.Stop):
-        fit(make(), problem.data(), **SETTINGS, callbacks=interrupted)
-    if path.exists():
-        path.write_text(path.read_text() + "1,2,half a ro")
-    callbacks = [Checkpoint(tmp_path / "run", every), CSVLog(path)]
-    fit(make(), problem.data(), **SETTINGS, callbacks=callbacks)
-    fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(whole)])
-    rows, expected = rows_of(path), rows_of(whole)
-    assert len(rows) == 4
-    for row in rows + expected:
-        row.pop("seconds", None)
-    assert rows == expected
-
-
-def test_one_table_serves_several_runs_and_a_foreign_file_is_kept(tmp_path):
-    table = CSVLog(tmp_path / "log.csv")
-    for _ in range(2):
-        fit(make(), problem.data(), **SETTINGS, callbacks=[table])
-        assert [row["epoch"] for row in rows_of(table.path)] == ["1", "2", "3", "4"]
-    other = tmp_path / "data.csv"
-    other.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="other columns"):
-        fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(other)])
-    assert other.read_text() == "a,b\n1,2\n"
-
-
-@pytest.mark.parametrize("rows", [b"\xff\xfe\x00", b"epoch,loss\n", b"one,2\n", b"\n"])
-def test_a_file_that_no_run_wrote_is_kept(rows, tmp_path):
-    path = tmp_path / "log.csv"
-    if not rows.startswith(b"\xff"):
-        fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(path)])
-        rows = path.read_bytes() + rows
-    path.write_bytes(rows)
-    with pytest.raises(ValueError, match="of this run"):
-        fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(path)])
-    assert path.read_bytes() == rows
-
-
-class Logger:
-    def __init__(self):
-        self.seen = []
-
-    def log(self, record):
-        self.seen.append(record)
-
-
-class Writer(Logger):
-    def add_scalar(self, name, value, step):
-        self.seen.append((name, value, step))
-
-
-def test_loggers_and_writers_get_the_records():
-    logger, writer = Logger(), Writer()
-    callbacks = [Log(logger), Log(writer)]
-    history = fit(make(), problem.data(), **SETTINGS, callbacks=callbacks)
-    assert repr(logger.seen) == repr(history.epochs)
-    losses = [entry for entry in writer.seen if entry[0] == "loss"]
-    assert [step for *_, step in losses] == [1, 2, 3, 4]
-    with pytest.raises(TypeError, match=r"log\(dict\) or add_scalar; got list"):
-        Log([])
 
 
 class Counter(Callback):
@@ -251,92 +171,6 @@ def test_a_loader_of_unknown_length_raises():
 def test_a_length_that_is_not_positive_raises():
     with pytest.raises(ValueError, match="epochs must be a number above 0"):
         WeightAveraging(-1.0)
-
-
-def gradients(ensemble, x, y):
-    ensemble.zero_grad()
-    embens.objective(ensemble(x), y).backward()
-    return {name: p.grad.clone() for name, p in ensemble.named_parameters()}
-
-
-@pytest.mark.parametrize("gamma", [None, 2.0, 0.0])
-def test_clipped_gradients_follow_the_formula(gamma):
-    x, y = problem.data()
-    ensemble = problem.ensemble(members=4)
-    before = gradients(ensemble, x, y)
-    factor = {None: 1.0, 2.0: 0.5, 0.0: 0.0}[gamma]
-    shared = {id(p) for p in ensemble.shared_parameters()}
-    expected_norms = []
-    for a in range(4):
-        total = 0.0
-        for name, p in ensemble.named_parameters():
-            gradient = factor * before[name] if id(p) in shared else before[name][a]
-            total += float(gradient.square().sum())
-        expected_norms.append(math.sqrt(total))
-    bound = sorted(expected_norms)[1]
-    norms = clip_gradients_(ensemble, bound, gamma=gamma)
-    torch.testing.assert_close(norms, torch.tensor(expected_norms))
-    scales = [min(1.0, bound / norm) for norm in expected_norms]
-    for name, p in ensemble.named_parameters():
-        if id(p) in shared:
-            expected = min(scales) * before[name]
-        else:
-            expected = torch.stack([c * g for c, g in zip(scales, before[name], strict=True)])
-        torch.testing.assert_close(p.grad, expected)
-
-
-def train(members, trainable=True, callbacks=()):
-    """Train equal members and return the weights of the first one."""
-    ensemble = embens.embed(
-        problem.reference().double(),
-        members,
-        pre=laws.Constant(),
-        post=laws.Constant(),
-        trainable=trainable,
-    )
-    groups = ensemble.parameter_groups(lr=0.5, weight_decay=0.0)
-    optimizer = torch.optim.SGD(groups, momentum=0.9)
-    x, y = problem.data()
-    fit(
-        ensemble, (x.double(), y), epochs=2, batch_size=16, optimizer=optimizer, callbacks=callbacks
-    )
-    return problem.weights(ensemble.member(0))
-
-
-@pytest.mark.parametrize("trainable", [True, False])
-def test_equal_members_are_clipped_like_a_single_one(trainable):
-    one = train(1, trainable, [ClipGradients(0.1)])
-    eight = train(8, trainable, [ClipGradients(0.1)])
-    free = train(1, trainable)
-    for name in one:
-        torch.testing.assert_close(one[name], eight[name])
-    assert any((one[name] - free[name]).abs().max() > 0.01 for name in one)
-
-
-def test_a_loose_bound_changes_nothing():
-    problem.assert_equal(train(3), train(3, callbacks=[ClipGradients(1e6)]))
-
-
-@pytest.mark.parametrize("norm", [0, -1.0, math.nan])
-def test_a_bound_that_is_not_positive_raises(norm):
-    with pytest.raises(ValueError, match="norm must be a number above 0"):
-        ClipGradients(norm)
-
-
-def test_the_gamma_of_fit_is_used_unless_the_callback_has_one():
-    runs = [
-        {"gamma": 2.0, "callbacks": [ClipGradients(0.1)]},
-        {"gamma": 2.0, "callbacks": [ClipGradients(0.1, gamma=2.0)]},
-        {"gamma": 2.0, "callbacks": [ClipGradients(0.1, gamma=0.0)]},
-    ]
-    weights = []
-    for options in runs:
-        ensemble = problem.ensemble()
-        fit(ensemble, problem.data(), epochs=1, batch_size=16, **options)
-        weights.append(problem.weights(ensemble))
-    problem.assert_equal(weights[0], weights[1])
-    with pytest.raises(AssertionError):
-        problem.assert_equal(weights[0], weights[2])
 
 
 def test_a_time_limit_ends_the_first_epoch_and_the_run_can_continue(tmp_path):

@@ -8,9 +8,9 @@ import torch
 from sklearn.base import ClassifierMixin
 from torch import Tensor
 
+from embens.conformal import conformal_quantile
 from embens.tabular.estimator import TableEstimator, Uncertainty
 from embens.tabular.targets import ClassHead
-from embens.uncertainty import conformal_quantile
 
 
 @dataclass(eq=False, repr=False)

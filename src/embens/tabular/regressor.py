@@ -10,10 +10,10 @@ from sklearn.base import RegressorMixin
 from sklearn.utils import check_consistent_length
 from torch import Tensor
 
+from embens.conformal import conformal_quantile
 from embens.mixtures import crps, negative_log_likelihood, quantile
 from embens.tabular.estimator import TableEstimator, Uncertainty
 from embens.tabular.gaussians import GaussianHead
-from embens.uncertainty import conformal_quantile
 
 
 def neg_nll(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None) -> float:

@@ -1,17 +1,11 @@
 """Training: ``fit``, its callbacks and its history."""
 
-from embens.training.callbacks import (
-    Callback,
-    ClipGradients,
-    CSVLog,
-    Log,
-    TimeLimit,
-    WeightAveraging,
-    clip_gradients_,
-)
+from embens.training.callbacks import Callback, TimeLimit, WeightAveraging
 from embens.training.checkpoint import Checkpoint
+from embens.training.clipping import ClipGradients, clip_gradients_
 from embens.training.features import CacheFeatures
 from embens.training.history import History
+from embens.training.logs import CSVLog, Log
 from embens.training.loop import fit
 from embens.training.options import (
     Accumulate,

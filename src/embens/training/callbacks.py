@@ -7,22 +7,16 @@ A callback is an object of a subclass of :class:`Callback`, or a plain function 
 from __future__ import annotations
 
 import copy
-import csv
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from embens.checks import check_number, closest
 from embens.ensemble import EmbeddedEnsemble
-from embens.files import check_output, write_atomically
-from embens.optim import Gamma, gradient_factor
 
 if TYPE_CHECKING:
     from embens.training.history import History
@@ -142,6 +136,7 @@ class Callback:
             All public attributes by name, unless a subclass returns others.
 
         Example:
+            >>> from embens.training import ClipGradients
             >>> ClipGradients(1.0).settings()
             {'norm': 1.0, 'gamma': None}
         """
@@ -229,107 +224,6 @@ def _check_names(callback: Callback) -> None:
             raise TypeError(f"callbacks: {kind} has an unknown {name}{closest(name, MOMENTS)}")
 
 
-class CSVLog(Callback):
-    """Append a row per epoch to a CSV file.
-
-    A run that resumes from a checkpoint continues its file: rows after the checkpoint are replaced.
-    A run from the start replaces the file.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: When the run starts, if no file can be written there.
-        ValueError: During the run, if the file is another table or no text.
-
-    Example:
-        >>> log = CSVLog("history.csv")
-    """
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
-        self._last_epoch: int | None = None
-
-    def on_start(self, run: Run) -> None:
-        """Check that the file can be written."""
-        check_output(self.path)
-
-    def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
-        """Append the record."""
-        epoch = record["epoch"]
-        if self._last_epoch is None or epoch <= self._last_epoch:
-            self._keep_rows_before(epoch, list(record))
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, list(record), lineterminator="\n").writerow(record)
-        self._last_epoch = epoch
-
-    def _keep_rows_before(self, epoch: int, columns: list[str]) -> None:
-        header = ",".join(columns) + "\n"
-        lines = [header]
-        if self.path.exists():
-            lines += self._rows_before(epoch, header)
-        write_atomically(self.path, "".join(lines))
-
-    def _rows_before(self, epoch: int, header: str) -> list[str]:
-        """Return the rows of the file before an epoch."""
-        try:
-            lines = self.path.read_text().splitlines(keepends=True)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self.path} is not a table of this run; use another file."
-            ) from error
-        if lines and lines[0] != header:
-            raise ValueError(f"{self.path} has other columns than this run; use another file.")
-        place = header.rstrip("\n").split(",").index("epoch")
-        rows = []
-        for number, line in enumerate(lines[1:], start=2):
-            if not line.endswith("\n"):
-                continue  # a write that was interrupted
-            try:
-                is_before = int(line.split(",")[place]) < epoch
-            except (IndexError, ValueError) as error:
-                raise ValueError(
-                    f"line {number} of {self.path} is not a row of this run: "
-                    f"{line.strip()[:40]!r}. Remove it, or use another file."
-                ) from error
-            if is_before:
-                rows.append(line)
-        return rows
-
-
-class Log(Callback):
-    """Pass the record of each epoch to a logger.
-
-    Args:
-        writer: An object with ``add_scalar(name, value, epoch)``, such as TensorBoard's
-            ``SummaryWriter``, or with ``log(dict)``, such as a Weights & Biases run.
-
-    Raises:
-        TypeError: If the writer has neither method.
-
-    Example:
-        >>> class Printer:
-        ...     def log(self, record):
-        ...         print(record)
-        >>> callback = Log(Printer())
-    """
-
-    def __init__(self, writer: Any):
-        if not hasattr(writer, "log") and not hasattr(writer, "add_scalar"):
-            kind = type(writer).__name__
-            raise TypeError(f"writer: expected an object with log(dict) or add_scalar; got {kind}.")
-        self.writer = writer
-
-    def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
-        """Log the record."""
-        if not hasattr(self.writer, "add_scalar"):
-            self.writer.log(dict(record))
-            return
-        for name, value in record.items():
-            if name != "epoch":
-                self.writer.add_scalar(name, value, record["epoch"])
-
-
 class TimeLimit(Callback):
     """Stop after a number of seconds; the epoch that is cut short is validated.
 
@@ -413,78 +307,3 @@ class WeightAveraging(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the averaged weights."""
         self._average.load_state_dict(state)
-
-
-@torch.no_grad()
-def clip_gradients_(ensemble: EmbeddedEnsemble, norm: float, *, gamma: Gamma = None) -> Tensor:
-    r"""Clip the gradients of an ensemble in place, member by member.
-
-    Member :math:`a` sees a step on its network, with the gradient norm :math:`n_a`. The factor
-    that clips it to the norm :math:`C` is :math:`c_a`:
-
-    .. math::
-        n_a^2 = \Big\| \frac{\gamma}{M} \sum_b \frac{\partial L_b}{\partial w} \Big\|^2
-              + \Big\| \frac{\partial L_a}{\partial u_a} \Big\|^2, \qquad
-        c_a = \min\Big(1, \frac{C}{n_a}\Big).
-
-    Individual gradients are multiplied by the :math:`c_a` of their member, shared gradients by the
-    smallest :math:`c_a`. So no member's norm exceeds :math:`C`.
-
-    Args:
-        ensemble: An ensemble with the gradients of the objective, before the optimizer's step.
-        norm: The largest norm of a member's gradient, :math:`C`.
-        gamma: As for :meth:`~embens.EmbeddedEnsemble.parameter_groups`.
-
-    Returns:
-        The norms before clipping, ``(member,)``.
-
-    Example:
-        >>> from torch import nn
-        >>> from embens import batch_ensemble
-        >>> ensemble = batch_ensemble(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)), 3)
-        >>> ensemble(torch.ones(4, 2)).square().sum().backward()
-        >>> _ = clip_gradients_(ensemble, norm=0.5)
-        >>> bool((clip_gradients_(ensemble, norm=0.5) < 0.501).all())
-        True
-    """
-    check_number("norm", norm, "a number above 0", lambda value: value > 0)
-    factor = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
-    shared = [p.grad for p in ensemble.shared_parameters() if p.grad is not None]
-    individual = [p.grad for p in ensemble.individual_parameters() if p.grad is not None]
-    squared_norms = []
-    for gradient in individual:
-        squared_norms.append(gradient.reshape(ensemble.members, -1).square().sum(1))
-    if shared:
-        shared_norm = factor * torch.nn.utils.get_total_norm(shared)
-        squared_norms.append(shared_norm.square().expand(ensemble.members))
-    norms = torch.stack(squared_norms).sum(0).sqrt()
-    scales = (norm / norms).clamp(max=1.0)
-    for gradient in shared:
-        gradient.mul_(scales.min())
-    for gradient in individual:
-        trailing_axes = [1] * (gradient.dim() - 1)
-        gradient.mul_(scales.view(-1, *trailing_axes))
-    return norms
-
-
-class ClipGradients(Callback):
-    """Clip the gradient of every member before each step (:func:`clip_gradients_`).
-
-    Args:
-        norm: The largest norm of a member's gradient, above 0.
-        gamma: As for :func:`clip_gradients_`; None: the gamma of ``fit``.
-
-    Example:
-        >>> callbacks = [ClipGradients(1.0)]
-    """
-
-    changes_training = True
-
-    def __init__(self, norm: float, gamma: Gamma = None):
-        self.norm = check_number("norm", norm, "a number above 0", lambda value: value > 0)
-        self.gamma = gamma
-
-    def on_gradients(self, run: Run) -> None:
-        """Clip the gradients."""
-        gamma = run.gamma if self.gamma is None else self.gamma
-        clip_gradients_(run.ensemble, self.norm, gamma=gamma)
