@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pandas
 import pytest
@@ -32,6 +33,22 @@ def no_data_folder(monkeypatch):
     monkeypatch.setattr(claims, "BOOTSTRAP_SAMPLES", 10)
 
 
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """The results of a run of TINY, which tests copy."""
+    folder = tmp_path_factory.mktemp("finished")
+    with mock.patch.object(claims, "BOOTSTRAP_SAMPLES", 10):
+        problem.reproduce("transition", "--out", folder, *TINY)
+    return folder
+
+
+@pytest.fixture
+def out(finished_run, tmp_path, capsys):
+    """A copy of the results of TINY."""
+    capsys.readouterr()  # the run may have printed
+    return shutil.copytree(finished_run, tmp_path / "out")
+
+
 def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
     assert problem.reproduce("transition", "--out", tmp_path, *SMALL) == 0
     folder = tmp_path / "transition" / "quick"
@@ -52,14 +69,14 @@ def test_a_run_ends_in_table_picture_claims_and_manifest(tmp_path, capsys):
     assert "hostname" not in json.dumps(manifest)
 
 
-def test_running_again_measures_nothing_and_more_seeds_only_the_new_ones(tmp_path, capsys):
-    problem.reproduce("transition", "--out", tmp_path, *TINY)
-    capsys.readouterr()
-    problem.reproduce("transition", "--out", tmp_path, *TINY)
+def test_running_again_measures_nothing(out, capsys):
+    problem.reproduce("transition", "--out", out, *TINY)
     assert "0 cells measured" in capsys.readouterr().out
-    problem.reproduce("transition", "--out", tmp_path, *TINY, "--seeds", "3")
-    assert "3 cells measured" in capsys.readouterr().out
-    problem.reproduce("transition", "--out", tmp_path, *TINY, "--first-seed", "2")
+
+
+@pytest.mark.parametrize("options", [["--seeds", "3"], ["--first-seed", "1"]])
+def test_running_with_more_seeds_measures_the_new_ones_only(options, out, capsys):
+    problem.reproduce("transition", "--out", out, *TINY, *options)
     assert "3 cells measured" in capsys.readouterr().out
 
 
@@ -148,37 +165,38 @@ def test_the_cpu_preset_takes_a_folder_of_records(tmp_path, capsys, monkeypatch)
     assert "2 cells measured" in capsys.readouterr().out  # other records, other results
 
 
-def test_a_disk_that_is_full_at_the_end_is_reported(tmp_path, capsys, monkeypatch):
-    def full(*arguments):
+def test_full_disk_at_the_end_is_reported_and_the_run_can_continue(out, capsys, monkeypatch):
+    def write_together(*arguments):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("reproduction.grid.results.write_together", full)
-        assert problem.reproduce("transition", "--out", tmp_path / "out", *TINY) == 1
+        patch.setattr("reproduction.grid.results.write_together", write_together)
+        assert problem.reproduce("transition", "--out", out, *TINY) == 1
     assert "Results written so far are safe" in capsys.readouterr().out
-    assert problem.reproduce("transition", "--out", tmp_path / "out", *TINY) == 0
+
+    assert problem.reproduce("transition", "--out", out, *TINY) == 0
     assert "0 cells measured" in capsys.readouterr().out
 
 
-def test_results_with_other_epochs_are_kept_apart(tmp_path, capsys):
-    problem.reproduce("transition", "--out", tmp_path, *TINY)
-    problem.reproduce("transition", "--out", tmp_path, *TINY, "--epochs", "2", "--seeds", "1")
-    folder = tmp_path / "transition" / "quick"
+def test_results_with_other_epochs_are_kept_apart(out, capsys):
+    folder = out / "transition" / "quick"
+
+    problem.reproduce("transition", "--out", out, *TINY, "--epochs", "2", "--seeds", "1")
     assert len(pandas.read_csv(folder / "table.csv")) == 2 + 4
     assert json.loads((folder / "manifest.json").read_text())["cells"] == 3
+
     capsys.readouterr()
-    problem.reproduce("transition", "--out", tmp_path, *TINY)
+    problem.reproduce("transition", "--out", out, *TINY)
     assert "0 cells measured" in capsys.readouterr().out
     assert len(pandas.read_csv(folder / "table.csv")) == 4 + 8
 
 
-def test_run_waits_for_another_run_on_its_folder_and_measures_what_is_missing(tmp_path):
-    one_seed = [*TINY, "--seeds", "1", "--members", "2"]
-    problem.reproduce("transition", "--out", tmp_path / "first", *one_seed)
-    folder = tmp_path / "second" / "transition" / "quick"
+def test_run_waits_for_another_run_on_its_folder_and_measures_what_is_missing(
+    finished_run, tmp_path
+):
+    folder = tmp_path / "transition" / "quick"
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "reproduction", "transition", *one_seed]
-    command += ["--out", str(tmp_path / "second")]
+    command = [sys.executable, "-m", "reproduction", "transition", *TINY, "--out", str(tmp_path)]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -187,7 +205,7 @@ def test_run_waits_for_another_run_on_its_folder_and_measures_what_is_missing(tm
         assert "another run uses this folder" in waiting.stdout.readline()
         assert not (folder / "results.jsonl").exists()
         # The run that holds the lock writes its results.
-        shutil.copy(tmp_path / "first" / "transition" / "quick" / "results.jsonl", folder)
+        shutil.copy(finished_run / "transition" / "quick" / "results.jsonl", folder)
     output, _ = waiting.communicate()
 
     assert "0 cells measured" in output
@@ -195,7 +213,7 @@ def test_run_waits_for_another_run_on_its_folder_and_measures_what_is_missing(tm
 
 
 def show(cells, console, error=None):
-    """Let an engine that pretends be watched on a console; return what is shown."""
+    """Return what a console shows of an engine that gives made-up outcomes."""
 
     def engine(cells):
         for cell in cells:

@@ -26,8 +26,8 @@ from embens.tabular import (
 from embens.tabular.frames import from_array, from_frame
 
 QUICK = [
-    EmbeddedEnsembleClassifier(members=4, width=32, max_epochs=15, tune=False, lr=0.01),
-    EmbeddedEnsembleRegressor(members=4, width=32, max_epochs=30, tune=False, lr=0.02),
+    EmbeddedEnsembleClassifier(members=2, width=16, max_epochs=10, tune=False, lr=0.02),
+    EmbeddedEnsembleRegressor(members=2, width=16, max_epochs=15, tune=False, lr=0.05),
 ]
 IGNORED = (
     "ignore:SCIPY_ARRAY_API",

@@ -6,198 +6,138 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from training import problem
+from training import parallel_runs, problem
 
 from embens.training import fit, processes
 
-SCRIPT = """
-import os, sys
-import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from training import problem
-import embens
-from embens.training import (
-    Batches, Callback, Checkpoint, ClipGradients, KeepLast, Objective, TimeLimit, fit
-)
-
-torch.set_num_threads(1)
-folder = sys.argv[1]
-rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-results = {}
+SCRIPT = Path(parallel_runs.__file__)
+PROCESSES = 2
 
 
-def trained(name, ensemble, *callbacks, progress=False):
-    if rank:  # only the first process has the right weights to begin with
-        with torch.no_grad():
-            for parameter in ensemble.parameters():
-                parameter.add_(1.0)
-    history = fit(ensemble, problem.data(65), problem.data(20, 5), epochs=3, batch_size=16, lr=0.05,
-                  callbacks=[KeepLast(), *callbacks], progress=progress)
-    columns = ("loss", "ensemble_accuracy", "correlation", "validation_loss",
-               "gradient_norm_shared", "gradient_norm_individual")
-    rows = torch.tensor([[row[c] for c in columns] for row in history.epochs])
-    results[name] = {**ensemble.state_dict(), "rows": rows.nan_to_num(-9)}
-
-
-trained("same", problem.ensemble())
-trained("own", problem.ensemble(), Batches("own"))
-trained("chunk", problem.ensemble(), Objective(chunk=2))
-seen = []
-
-
-class Observer(Callback):
-    def on_step(self, run):
-        seen.append(run.loss)
-
-    def on_end(self, run, history):
-        seen.append(len(history.epochs))
-
-
-trained("callbacks", problem.ensemble(), Observer(), ClipGradients(0.5))
-results["seen"] = seen
-trained("fresh", embens.mc_dropout(problem.reference(), 3, fresh=True))
-trained("checkpoint", problem.ensemble(), Checkpoint(f"{folder}/checkpoints{world}", every=4),
-        progress=True)
-
-limit = TimeLimit(0.3 * (1 + rank))  # clocks that do not agree
-limited = fit(problem.ensemble(), problem.data(65), epochs=10**6, callbacks=[limit], progress=False)
-results["limited"] = limited.stopped, len(limited.epochs)
-assert dist.is_initialized() == (world > 1)
-x, y = problem.data(32)
-rows = slice(rank, None, world)
-
-
-def stepped(name, ensemble, wrap, kind=torch.optim.SGD, **options):
-    # a plain loop: only the groups are of the ensemble
-    model = wrap(ensemble) if world > 1 else ensemble
-    groups = ensemble.parameter_groups(0.01, 0.02, gamma=2, optimizer=kind)
-    optimizer = kind(groups, **options)
-    for _ in range(3):
-        optimizer.zero_grad()
-        embens.objective(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-    results[name] = {
-        name: getattr(p, "full_tensor", lambda p=p: p)().detach()
-        for name, p in ensemble.named_parameters()
-    }
-
-
-families = {
-    "independent regime": lambda: problem.ensemble(),
-    "collective regime": lambda: problem.ensemble(p=0.9),
-    "last layer": lambda: embens.last_layer_dropout(
-        problem.reference(), 3, trainable=True, generator=torch.Generator().manual_seed(1)),
-    "networks": lambda: embens.independent(
-        problem.reference(), 3, generator=torch.Generator().manual_seed(1)),
-}
-for family, make in families.items():
-    for tool in (DistributedDataParallel, fully_shard):
-        name = f"{tool.__name__}, {family}"
-        stepped(name, make(), tool, momentum=0.9)
-        stepped(f"{name}, AdamW", make(), tool, torch.optim.AdamW)
-torch.save(results, f"{folder}/{world}-{rank}.pt")
-"""
-
-
-def run(command: list[str]) -> str:
+def run_with_torchrun(folder: Path) -> str:
+    """Run the script in two processes and return what they print to the error stream."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={PROCESSES}", str(SCRIPT), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, **pipes, text=True) as process:
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    with process:
         try:
-            _, error = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun ends its processes too
             raise
-    assert process.returncode == 0, error
-    return error
+    assert process.returncode == 0, errors
+    return errors
+
+
+@dataclass
+class Results:
+    """Results of one process, of each of two, and what the two printed."""
+
+    of_one: dict[str, Any]
+    of_two: list[dict[str, Any]]
+    printed: str
+    folder: Path
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, dict]:
+def results(tmp_path_factory) -> Results:
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("there is no gloo")
     folder = tmp_path_factory.mktemp("parallel")
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    shown = run([*torchrun, str(script), str(folder)])
-    run([sys.executable, str(script), str(folder)])
-    found = {name: torch.load(folder / f"{name}.pt") for name in ("1-0", "2-0", "2-1")}
-    return {**found, "shown": shown, "folder": folder}
+    printed = run_with_torchrun(folder)
+    of_two = [torch.load(folder / f"{PROCESSES}-{rank}.pt") for rank in range(PROCESSES)]
+    return Results(parallel_runs.measure(folder), of_two, printed, folder)
+
+
+def assert_processes_agree(name: str, results: Results) -> None:
+    expected = results.of_one[name]
+    for of_process in results.of_two:
+        actual = of_process[name]
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            torch.testing.assert_close(actual[key], expected[key], rtol=1e-4, atol=1e-5, msg=key)
 
 
 @pytest.mark.parametrize("name", ["same", "own", "chunk", "callbacks", "fresh", "checkpoint"])
-def test_two_processes_give_the_result_of_one(name, results):
-    expected = results["1-0"][name]
-    for process in ("2-0", "2-1"):
-        found = results[process][name]
-        assert found.keys() == expected.keys()
-        for key in expected:
-            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5, msg=key)
+def test_fit_in_two_processes_gives_the_result_of_one(name, results):
+    assert_processes_agree(name, results)
 
 
 @pytest.mark.parametrize("tool", ["DistributedDataParallel", "fully_shard"])
 def test_ddp_and_fsdp2_take_the_steps_of_one_process(tool, results):
-    names = [name for name in results["1-0"] if name.startswith(tool)]
+    names = [name for name in results.of_one if name.startswith(tool)]
     assert len(names) == 8
     for name in names:
-        test_two_processes_give_the_result_of_one(name, results)
+        assert_processes_agree(name, results)
 
 
 def test_processes_end_by_the_clock_of_the_first(results):
-    assert results["2-0"]["limited"] == results["2-1"]["limited"]
-    assert results["2-0"]["limited"][0] == "time"
+    first, second = (of_process["limited"] for of_process in results.of_two)
+    assert first == second
+    assert first[0] == "time"
 
 
 def test_only_the_first_process_shows_progress_and_writes(results):
-    lines = [line for line in results["shown"].splitlines() if line.startswith("epoch ")]
+    lines = [line for line in results.printed.splitlines() if line.startswith("epoch ")]
     assert len(lines) == 3
-    assert len(list((results["folder"] / "checkpoints2").iterdir())) == 2
+    assert len(list((results.folder / "checkpoints2").iterdir())) == 2
 
 
 def test_only_the_first_process_has_callbacks(results):
-    seen = results["1-0"]["seen"]
-    assert len(seen) == 3 * 5 + 1
-    assert results["2-0"]["seen"] == pytest.approx(seen, rel=1e-4)
-    assert results["2-1"]["seen"] == []
+    values = results.of_one["observed"]
+    assert len(values) == 3 * 5 + 1
+    first, second = (of_process["observed"] for of_process in results.of_two)
+    assert first == pytest.approx(values, rel=1e-4)
+    assert second == []
 
 
-def test_a_seed_determines_the_run_and_the_global_generators_are_left_alone():
-    def run(seed):
-        ensemble = problem.ensemble(dropout=0.3)
-        history = fit(ensemble, problem.Pairs(*problem.data(), noise=True), epochs=2, seed=seed)
-        return problem.weights(ensemble), problem.without_time(history)
+def fit_with_dropout_and_noise(seed):
+    """Return the weights and the history of a run that draws from all global generators."""
+    ensemble = problem.ensemble(dropout=0.3)
+    history = fit(ensemble, problem.Pairs(*problem.data(), noise=True), epochs=2, seed=seed)
+    return problem.weights(ensemble), repr(problem.without_time(history))
 
+
+def test_seed_determines_the_run():
     torch.manual_seed(11)
     random.seed(11)
-    before = torch.get_rng_state(), random.getstate()
-    first = run(3)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
+    weights, history = fit_with_dropout_and_noise(seed=3)
     torch.manual_seed(12)
     random.seed(12)
-    second, other = run(3), run(4)
-    problem.assert_equal(first[0], second[0])
-    assert repr(first[1]) == repr(second[1])
-    assert any(
-        not torch.equal(a, b)
-        for a, b in zip(*(run[0].values() for run in (first, other)), strict=True)
-    )
+    weights_again, history_again = fit_with_dropout_and_noise(seed=3)
+    other_weights, _ = fit_with_dropout_and_noise(seed=4)
+
+    problem.assert_equal(weights, weights_again)
+    assert history == history_again
+    assert any(not torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def test_seeds_made_of_several_numbers_are_different_and_stay_the_same():
+def test_fit_leaves_the_global_generators_alone():
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+
+    fit_with_dropout_and_noise(seed=3)
+
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+
+
+def test_combined_seeds_differ_and_are_reproducible():
     seeds = {processes.combine(a, b) for a in range(30) for b in range(30)}
+
     assert len(seeds) == 900
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert processes.combine(0, 1) == processes.combine(0, 1) != processes.combine(1, 0)
+    assert processes.combine(0, 1) == processes.combine(0, 1)
+    assert processes.combine(0, 1) != processes.combine(1, 0)
 
 
 def test_generators_go_on_after_a_block_as_if_nothing_had_happened():
