@@ -60,8 +60,16 @@ FIGURES = [
         "transition",
         "Members change from independent to collective near p = 0.6.",
         "the curves separate into two groups near p=0.6",
-        "There are two regimes with a sharp transition, at a larger p than in the paper. The "
-        "inverted U in M is not tested, because M ends at 8.",
+        "There are two regimes with a sharp transition, at a larger p than in the paper: "
+        "{near:.0f} % of the growth of the correlation lie within 0.1 of it. Above it members fit "
+        "the training data better. The inverted U in M is not tested, because M ends at 4.",
+        verdicts={
+            "most of the change happens near the transition": "holds",
+            "below the transition the correlation hardly depends on p": "holds",
+            "the gap between members' train and test accuracy is smaller below": "holds",
+            "below, ensemble accuracy rises with M and falls again": "undecided",
+        },
+        points={"near": "most of the change happens near the transition"},
     ),
     Figure(
         "widths",

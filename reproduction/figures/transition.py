@@ -304,17 +304,18 @@ def titles_of_law(rows: Rows, law: str) -> dict[str, str]:
 
     def accuracy() -> str:
         best = several(p=0.0).best("members")
-        return f"{name}: best M={best:g} at p=0"
+        is_last = best == several(p=0.0)["members"].max()
+        return f"{name}: best M={best:g}{', the largest,' if is_last else ''} at p=0"
 
     def members() -> str:
         low = 100 * several(p=0.0).slope("members", "member_accuracy")
         high = 100 * several(p=0.9).slope("members", "member_accuracy")
-        return f"{name}: members {low:+.1f} % (p=0), {high:+.1f} % (.9) per doubling of M"
+        return f"{name}: members {low:+.1f} % (p=0), {high:+.1f} % (p=0.9) per doubling of M"
 
     def train_accuracy() -> str:
         low = 100 * several(p=0.0).slope("members", MEMBER_TRAIN)
         high = 100 * several(p=0.9).slope("members", MEMBER_TRAIN)
-        return f"{name}: train accuracy {low:+.1f} % per doubling (p=0), {high:+.1f} % (.9)"
+        return f"{name}: train accuracy {low:+.1f} % (p=0), {high:+.1f} % (p=0.9) per doubling"
 
     def correlation() -> str:
         low = several(p=0.0).between("members", low=4).mean("correlation")
@@ -336,7 +337,7 @@ def plot(table: Frame) -> Figure:
     drawn = []
     for law in (NORMAL, SIGNS):
         rows_of_law = table[(table["law"] == law) & (table["gamma"] == "M")]
-        if not len(rows_of_law):
+        if rows_of_law["members"].nunique() < 2:
             continue
         draw_law = partial(by_shift, rows_of_law, label="p={}", ends="no larger M was trained")
         against_members = panels(
@@ -350,15 +351,15 @@ def plot(table: Frame) -> Figure:
                 by_shift(unscaled, y="member_accuracy", label="γ=1, p={}", style="dash")
             )
         drawn += against_members
-    # The panels of three rows: the first law, the transition, the second law.
-    drawn.insert(4, shift_panel(table))
+    # The transition comes first; then the panels of both laws, in three rows.
+    drawn.insert(0, shift_panel(table))
     return Figure(drawn)
 
 
 def shift_panel(table: Frame) -> Panel:
     """Return correlation and coupling of the normal law against p."""
     normal = table[(table["law"] == NORMAL) & (table["gamma"] == "M")]
-    member_colours = {2: "#c6a500", 8: "#e07b00", 16: "#c04000", 32: "#a02c00"}
+    member_colours = {2: "#c6a500", 4: "#d39200", 8: "#e07b00", 16: "#c04000", 32: "#a02c00"}
     drawn = curves(normal, "p", "correlation", by="members", label="M={}", colours=member_colours)
     drawn += curves(
         normal, "p", "coupling", label="coupling in the limit", colours="#333333", style="dash"
