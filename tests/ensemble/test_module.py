@@ -1,11 +1,7 @@
 """An ensemble is an ordinary module: everything that torch does with modules works."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -271,51 +267,6 @@ def test_an_ensemble_can_be_exported_and_stays_as_it_was(make, family):
     torch.testing.assert_close(exported.module()(x), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(ensemble(x), expected)
     copy.deepcopy(ensemble)
-
-
-WORKER = """
-import sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-sys.path.insert(0, sys.argv[1])
-from cases import FAMILIES
-import embens
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-reference = torch.nn.Sequential(
-    torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(),
-    torch.nn.Linear(8, 2))
-x, y = torch.randn(8, 3), torch.randint(2, (8,))
-for family in FAMILIES.values():
-    torch.manual_seed(0)
-    ensemble = family(reference, members=3, generator=torch.Generator().manual_seed(1))
-    wrapped = DistributedDataParallel(ensemble)
-    rows = slice(rank * 4, rank * 4 + 4)
-    ensemble.objective(wrapped(x[rows]), y[rows]).backward()
-    distributed = [p.grad.clone() for p in ensemble.parameters()]
-    ensemble.zero_grad()
-    ensemble.objective(ensemble(x), y).backward()
-    for gradient, parameter in zip(distributed, ensemble.parameters()):
-        torch.testing.assert_close(gradient, parameter.grad)
-dist.barrier()
-dist.destroy_process_group()
-print("agreed")
-"""
-
-
-def test_two_processes_under_ddp_have_the_gradients_of_one(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*command, str(script), str(Path(__file__).parents[1])],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("agreed") == 2
 
 
 # Running

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cases
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
@@ -91,7 +92,27 @@ def measure(folder: Path, rank: int = 0, world: int = 1) -> dict[str, Any]:
         for family, ensemble in make_families().items():
             name = f"{tool.__name__}, {family}, AdamW"
             results[name] = take_steps(ensemble, tool, rank, world, optim.AdamW)
+    for family in cases.FAMILIES:
+        results[f"gradients, {family}"] = differentiate(family, rank, world)
     return results
+
+
+def differentiate(family: str, rank: int, world: int) -> dict[str, Tensor]:
+    """Return the gradients of a batch of which each process has a part."""
+    ensemble = cases.FAMILIES[family](
+        problem.reference(), members=3, generator=torch.Generator().manual_seed(1)
+    )
+    model: nn.Module = ensemble
+    if world > 1:
+        model = DistributedDataParallel(ensemble)
+    x, y = problem.data(8)
+    rows = slice(rank, None, world)
+    ensemble.objective(model(x[rows]), y[rows]).backward()
+    gradients = {}
+    for name, parameter in ensemble.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
+    return gradients
 
 
 def train(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,6 +80,11 @@ def test_ddp_and_fsdp2_take_the_steps_of_one_process(tool, results):
     assert len(names) == 8
     for name in names:
         assert_processes_agree(name, results)
+
+
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_ddp_has_the_gradients_of_one_process(family, results):
+    assert_processes_agree(f"gradients, {family}", results)
 
 
 def test_processes_end_by_the_clock_of_the_first(results):
