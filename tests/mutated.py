@@ -1,6 +1,6 @@
-"""Files of every kind that is read, to be mutated: how to read each, and what it then holds.
+"""Files of every kind that is read, to be mutated: how to read each, and its content.
 
-Files of formats that are not ours have no checksum, and may be read as something else.
+Files of foreign formats have no checksum, and may be read as something else.
 """
 
 from __future__ import annotations
@@ -40,29 +40,37 @@ class Trap:
         return EXECUTED.append, ("trap",)
 
 
-def mutate(content: bytes, generator) -> bytes:
-    """Return a file with something wrong."""
-    how, changed = generator.randrange(8), bytearray(content)
+def mutate(content: bytes, generator: random.Random) -> bytes:
+    """Return a damaged copy of a file."""
+    kind = generator.randrange(8)
     place = generator.randrange(max(1, len(content)))
-    if how == 0:
+    if kind == 0:  # truncated
         return content[:place]
-    if how == 1:
+    if kind == 1:  # with random bytes in between
         return content[:place] + generator.randbytes(generator.randrange(1, 99)) + content[place:]
-    if how == 2:
+    if kind == 2:  # a pickle that executes code
         return pickle.dumps(Trap())
-    if how == 3:
+    if kind == 3:  # nested too deeply
         return content[:place] + b"[" * 5000 + content[place:]
+    changed = bytearray(content)
     for _ in range(generator.choice([1, 1, 8])):
         place = generator.randrange(len(content))
-        changed[place] = changed[place] ^ (1 << generator.randrange(8)) if how < 7 else 57
+        if kind == 7:
+            changed[place] = ord("9")
+        else:
+            changed[place] ^= 1 << generator.randrange(8)
     return bytes(changed)
 
 
-def same(found, expected) -> bool:
+def are_equal(actual, expected) -> bool:
+    """Compare contents of files, which may be nested in dictionaries."""
     if isinstance(expected, dict):
-        keys = found.keys() == expected.keys()
-        return keys and all(same(found[k], v) for k, v in expected.items())
-    return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+        if actual.keys() != expected.keys():
+            return False
+        return all(are_equal(actual[key], value) for key, value in expected.items())
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(actual, expected)
+    return actual == expected
 
 
 def ensemble(folder):
@@ -95,8 +103,8 @@ def checkpoint(folder):
 
 def kernels(folder):
     path = folder / "k.npz"
-    made = embens.embed(networks.mlp(5, 4, 1), 2, pre=laws.Normal(), post=laws.Shifted(0.5))
-    theory.write_kernels(path, made, torch.randn(9, 5).double(), block=4)
+    ensemble = embens.embed(networks.mlp(5, 4, 1), 2, pre=laws.Normal(), post=laws.Shifted(0.5))
+    theory.write_kernels(path, ensemble, torch.randn(9, 5).double(), block=4)
     return lambda: dict(enumerate(theory.load_kernels(path).blocks)), [path]
 
 
@@ -107,11 +115,12 @@ def cells(folder):
     expected = dict(results.records)
 
     def read():
-        found = Results(folder).records
-        if len(found) < len(expected):  # a line that is damaged is not there, and measured again
-            assert all(found[k] == expected[k] for k in found)
+        records = Results(folder).records
+        if len(records) < len(expected):  # damaged lines are left out, and measured again
+            for key, record in records.items():
+                assert record == expected[key]
             raise Refused(f"a cell of {results.path} is lost")
-        return found
+        return records
 
     return read, [results.path]
 
@@ -137,27 +146,40 @@ ERRORS = (Refused, DamagedFileError, ValueError, FileNotFoundError)
 
 
 def mutate_often(kind: str, folder: Path, count: int) -> dict[str, int]:
-    """Read a kind of file with so many mutations; return how many were refused, and megabytes."""
+    """Read a kind of file with ``count`` mutations; return how many were refused, and megabytes."""
     read, paths = KINDS[kind](folder)
-    expected, generator = read(), random.Random(kind)
-    refused, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    expected = read()
+    generator = random.Random(kind)
+    refused = 0
+    memory_before = peak_megabytes()
     for number in range(count):
         path = generator.choice(paths)
         content = path.read_bytes()
         path.write_bytes(mutate(content, generator))
         try:
             with warnings.catch_warnings(action="ignore"):
-                assert same(read(), expected), (number, path)
+                assert are_equal(read(), expected), (number, path)
         except ERRORS as error:
-            names = {p.name for p in (path, *path.parents)}
-            named = names & set(re.findall(r"[\w.-]+", str(error))) or KINDS[kind] not in OURS
-            if type(error) not in ERRORS or not named:  # a subclass is of another library
+            if not is_refusal(error, path, KINDS[kind]):
                 raise AssertionError((number, path)) from error
             refused += 1
         path.write_bytes(content)
     assert not EXECUTED
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"refused": refused, "before": before // 1024, "after": after // 1024}
+    return {"refused": refused, "before": memory_before, "after": peak_megabytes()}
+
+
+def is_refusal(error: Exception, path: Path, make) -> bool:
+    """Return whether an error is one of ours and names the file; subclasses are foreign errors."""
+    if type(error) not in ERRORS:
+        return False
+    if make not in OURS:
+        return True
+    names = {path.name, *(parent.name for parent in path.parents)}
+    return bool(names & set(re.findall(r"[\w.-]+", str(error))))
+
+
+def peak_megabytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def mutate_apart(kind: str, folder: Path, count: int) -> dict[str, int]:

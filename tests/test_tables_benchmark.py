@@ -14,14 +14,14 @@ reports = pytest.importorskip("benchmarks.tables_report")
 
 def toy(name: str):
     """A table with a number, text, a date and gaps; its target is classes or a number."""
-    draw = np.random.default_rng(0)
-    x = draw.normal(size=150)
-    when = pd.Timestamp(2020, 1, 1) + pd.to_timedelta(draw.integers(0, 900, 150), unit="D")
-    frame = pd.DataFrame({"x": x, "when": when, "text": draw.choice(["a", "b", "c"], 150)})
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=150)
+    when = pd.Timestamp(2020, 1, 1) + pd.to_timedelta(rng.integers(0, 900, 150), unit="D")
+    frame = pd.DataFrame({"x": x, "when": when, "text": rng.choice(["a", "b", "c"], 150)})
     frame["text"] = frame["text"].astype(object)
     frame.loc[:9, "x"] = np.nan
     if name == "number":
-        return frame, 3 * np.nan_to_num(x) + draw.normal(size=150)
+        return frame, 3 * np.nan_to_num(x) + rng.normal(size=150)
     return frame, np.where(np.nan_to_num(x) > 0, "yes", "no").astype(object)
 
 
@@ -33,25 +33,37 @@ def test_no_table_is_both_blind_and_for_development():
 
 @pytest.mark.parametrize("kind", ["classes", "number"])
 def test_splits_share_no_rows_and_folds_cover_all(kind):
-    y = toy(kind)[1]
-    tested = []
+    _, y = toy(kind)
+    all_test_rows = []
     for fold in range(tables.FOLDS):
-        fit, held, test = tables.split(y, 0, fold, 10**6)
-        assert not set(fit) & set(test)
-        assert len(fit) + len(test) == len(y)
-        assert held.sum() == len(fit) // 5
-        tested += list(test)
-    assert sorted(tested) == list(range(len(y)))
-    assert (tables.split(y, 1, 0, 40)[0] == tables.split(y, 1, 0, 40)[0]).all()
-    assert len(tables.split(y, 1, 0, 40)[0]) == 40
+        fit_rows, is_held_out, test_rows = tables.split(y, 0, fold, 10**6)
+        assert not set(fit_rows) & set(test_rows)
+        assert len(fit_rows) + len(test_rows) == len(y)
+        assert is_held_out.sum() == len(fit_rows) // 5
+        all_test_rows += list(test_rows)
+    assert sorted(all_test_rows) == list(range(len(y)))
+
+
+def test_splits_are_limited_and_reproducible():
+    _, y = toy("number")
+    fit_rows, _, _ = tables.split(y, 1, 0, 40)
+    fit_rows_again, _, _ = tables.split(y, 1, 0, 40)
+    other_fit_rows, _, _ = tables.split(y, 2, 0, 40)
+
+    assert len(fit_rows) == 40
+    assert (fit_rows == fit_rows_again).all()
+    assert (fit_rows != other_fit_rows).any()
 
 
 def test_crps_of_a_sample_is_its_definition():
-    draw = np.random.default_rng(0)
-    sample, values = draw.normal(size=30), draw.normal(size=7)
-    within = np.abs(sample[:, None] - sample).mean()
-    wanted = np.abs(values[:, None] - sample).mean(1) - within / 2
-    np.testing.assert_allclose(contestants.crps_of_sample(values, sample), wanted)
+    rng = np.random.default_rng(0)
+    sample, values = rng.normal(size=30), rng.normal(size=7)
+
+    crps = contestants.crps_of_sample(values, sample)
+
+    distance_within_sample = np.abs(sample[:, None] - sample).mean()
+    distance_to_values = np.abs(values[:, None] - sample).mean(1)
+    np.testing.assert_allclose(crps, distance_to_values - distance_within_sample / 2)
 
 
 def test_crps_of_a_normal_is_that_of_many_draws():
@@ -61,39 +73,50 @@ def test_crps_of_a_normal_is_that_of_many_draws():
     np.testing.assert_allclose(contestants.crps_of_sample(values, sample), exact, atol=0.02)
 
 
-def test_an_interval_by_errors_covers_what_it_says():
-    draw = np.random.default_rng(0)
-    said = contestants.by_errors(np.zeros(20_000), draw.normal(size=2000))
-    truth = draw.normal(size=20_000)
-    assert abs(np.mean((said.low <= truth) & (truth <= said.high)) - 0.9) < 0.02
+def test_interval_by_errors_has_its_coverage():
+    rng = np.random.default_rng(0)
+    interval = contestants.by_errors(np.zeros(20_000), rng.normal(size=2000))
+    values = rng.normal(size=20_000)
+
+    is_covered = (interval.low <= values) & (values <= interval.high)
+
+    assert is_covered.mean() == pytest.approx(0.9, abs=0.02)
 
 
-def test_columns_are_learnt_from_the_fitted_rows_alone():
-    frame = toy("number")[0]
+def test_columns_are_learnt_from_the_fitted_rows_only():
+    frame, _ = toy("number")
     new = frame.head(2).assign(text=["z", "a"], x=[np.nan, 1.0])
-    columns = contestants.Columns(frame, impute=True)
-    found = columns(new)
-    assert list(found["text"]) == ["(missing)", "a"]
-    assert found["x"].tolist() == [frame["x"].median(), 1.0]
-    assert found["x is missing"].tolist() == [1.0, 0.0]
-    assert {"when.year", "when.day_of_week"} <= set(found)
-    assert np.isnan(contestants.Columns(frame).codes(new)["text"].iloc[0])
+
+    filled = contestants.Columns(frame, impute=True)(new)
+    codes = contestants.Columns(frame).codes(new)
+
+    assert list(filled["text"]) == ["(missing)", "a"]
+    assert filled["x"].tolist() == [frame["x"].median(), 1.0]
+    assert filled["x is missing"].tolist() == [1.0, 0.0]
+    assert {"when.year", "when.day_of_week"} <= set(filled)
+    assert np.isnan(codes["text"].iloc[0])
 
 
-def test_scores_of_classes_are_scikit_learns():
+def test_scores_of_classes_are_those_of_scikit_learn():
     from sklearn.metrics import accuracy_score, log_loss
 
-    draw = np.random.default_rng(0)
-    y = draw.choice(["a", "b", "c"], 60).astype(object)
-    chance = draw.dirichlet([1.0, 1.0, 1.0], 60)
-    members = np.stack([chance, chance[:, ::-1]])
-    model = contestants.Model(lambda X: chance, members=lambda X: members)
+    rng = np.random.default_rng(0)
+    y = rng.choice(["a", "b", "c"], 60).astype(object)
+    probabilities = rng.dirichlet([1.0, 1.0, 1.0], 60)
+    members = np.stack([probabilities, probabilities[:, ::-1]])
+    model = contestants.Model(lambda X: probabilities, members=lambda X: members)
     part = contestants.Part(pd.DataFrame(index=range(60)), y, np.zeros(60, bool))
-    found = tables.score_classes(chance, model, None, y, part)
-    assert found["log_loss"] == pytest.approx(log_loss(y, chance))
-    assert found["accuracy"] == accuracy_score(y, np.array(["a", "b", "c"])[chance.argmax(1)])
-    both = [log_loss(y, p) for p in members]
-    assert found["member_loss"] == pytest.approx(np.mean(both), rel=1e-5)
+
+    scores = tables.score_classes(probabilities, model, None, y, part)
+
+    labels = np.array(["a", "b", "c"])[probabilities.argmax(1)]
+    member_losses = [log_loss(y, probabilities_of_member) for probabilities_of_member in members]
+    assert scores["log_loss"] == pytest.approx(log_loss(y, probabilities))
+    assert scores["accuracy"] == accuracy_score(y, labels)
+    assert scores["member_loss"] == pytest.approx(np.mean(member_losses), rel=1e-5)
+
+
+SCORES = {"classes": ("log_loss", "accuracy", "calibration"), "number": ("crps", "rmse")}
 
 
 @pytest.mark.filterwarnings("ignore:Columns read as seconds")
@@ -104,10 +127,14 @@ def test_a_fit_gives_a_row_of_all_scores(kind, name, monkeypatch):
         return contestants.embens(part, seed, members=2, width=16, max_epochs=30, tune=False)
 
     monkeypatch.setitem(contestants.CONTESTANTS, "small", small)
+
     row = tables.measure(tables.Cell(kind, name, 0, 1, 95), load=toy)
-    assert (row.fitted, row.tested, row.kind) == (95, 50, kind)
-    wanted = {"classes": ("log_loss", "accuracy", "calibration"), "number": ("crps", "rmse")}[kind]
-    assert all(np.isfinite(getattr(row, score)) for score in wanted)
+
+    assert row.fitted == 95
+    assert row.tested == 50
+    assert row.kind == kind
+    for score in SCORES[kind]:
+        assert np.isfinite(getattr(row, score))
     assert (row.member_loss is None) == (name == "random_forest")
     if kind == "classes":
         assert row.log_loss < np.log(2)
@@ -125,23 +152,35 @@ def test_results_are_appended_and_known_again(tmp_path):
     assert [r["problem"] for r in rows] == ["", "over the limit"]
 
 
+def make_fits(kind, table, loss, score):
+    """Return rows of three contestants, in the order of their losses."""
+    fits = []
+    for contestant, value, size in (("embens", 1.0, 1), ("separate", 1.1, 16), ("tabm", 1.2, 4)):
+        fit = {
+            "kind": kind,
+            "table": table,
+            "contestant": contestant,
+            loss: value,
+            score: 0.5,
+            "member_loss": 1.2 * value,
+            "parameters": size,
+            "fit_seconds": size,
+        }
+        fits.append(fit)
+    return fits
+
+
 def test_bars_are_read_off_the_means():
-    fits = pd.DataFrame(
-        [
-            {"kind": kind, "table": table, "contestant": name, loss: value, other: 0.5}
-            | {"member_loss": 1.2 * value, "parameters": size, "fit_seconds": size}
-            for kind, table, loss, other in (
-                ("classes", "a", "log_loss", "accuracy"),
-                ("number", "b", "crps", "rmse"),
-            )
-            for name, value, size in (("embens", 1.0, 1), ("separate", 1.1, 16), ("tabm", 1.2, 4))
-        ]
-    )
-    fits = fits.reindex(columns=[*fits, "calibration", "coverage", "width", "predict_seconds"])
-    means = reports.average(fits.assign(memory=1.0))
+    fits = make_fits("classes", "a", "log_loss", "accuracy")
+    fits += make_fits("number", "b", "crps", "rmse")
+    frame = pd.DataFrame(fits)
+    frame = frame.reindex(columns=[*frame, "calibration", "coverage", "width", "predict_seconds"])
+    means = reports.average(frame.assign(memory=1.0))
     board = pd.DataFrame({"elo": [1100.0, 1000.0], "elo-": 10.0}, index=["embens", "tabm"])
     loss = reports.losses(means)
+
     elo, tabm, separate, gain = reports.bars(means, loss, [(loss, board)])
+
     assert "place 1 of 2" in elo
     assert "2 of 2 (100 %): **met**" in tabm
     assert "ratio 0.909" in separate

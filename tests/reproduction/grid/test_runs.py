@@ -16,22 +16,26 @@ from tests.reproduction import problem
 
 
 def run(cells, folder, **options):
-    """Run cells in this process; return the outcome and the measured cells in order."""
-    seen = []
+    """Run cells in this process; return their count, the failed ones, and the measured ones."""
+    measured = []
 
-    def counting(cells):
+    def recording(cells):
         for cell, outcome in inline(cells):
-            seen.append(cell)
+            measured.append(cell)
             yield cell, outcome
 
-    return runs.run("transition", cells, Results(folder), counting, **options), seen
+    count, failed = runs.run("transition", cells, Results(folder), recording, **options)
+    return count, failed, measured
 
 
-def test_a_second_run_has_nothing_to_do(tmp_path):
-    first, seen = run(problem.cells(3), tmp_path)
-    assert (first, len(seen)) == ((3, []), 3)
-    second, seen = run(problem.cells(4), tmp_path)
-    assert (second, len(seen)) == ((1, []), 1)
+def test_second_run_measures_new_cells_only(tmp_path):
+    count, failed, measured = run(problem.cells(3), tmp_path)
+    assert count == len(measured) == 3
+    assert failed == []
+
+    count, failed, measured = run(problem.cells(4), tmp_path)
+    assert count == len(measured) == 1
+    assert failed == []
 
 
 def test_a_run_that_is_interrupted_goes_on_where_it_was(tmp_path):
@@ -47,7 +51,9 @@ def test_a_run_that_is_interrupted_goes_on_where_it_was(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         runs.run("transition", problem.cells(4), Results(tmp_path), stopping)
     assert closed
-    assert run(problem.cells(4), tmp_path)[0] == (2, [])
+    count, failed, _ = run(problem.cells(4), tmp_path)
+    assert count == 2
+    assert failed == []
 
 
 def test_an_engine_is_closed_if_a_result_cannot_be_kept(tmp_path, monkeypatch):
@@ -69,21 +75,32 @@ def test_an_engine_is_closed_if_a_result_cannot_be_kept(tmp_path, monkeypatch):
 
 
 def test_large_cells_come_first(tmp_path):
-    _, seen = run(problem.cells(3), tmp_path)
-    assert [cell["members"] for cell in seen] == [3, 2, 1]
+    _, _, measured = run(problem.cells(3), tmp_path)
+    assert [cell["members"] for cell in measured] == [3, 2, 1]
 
 
-def test_a_failed_cell_is_kept_with_its_error_and_the_rest_goes_on(tmp_path):
-    cells = [problem.bad(), *problem.cells(2)]
-    (measured, failed), _ = run(cells, tmp_path)
-    assert (measured, failed) == (3, [problem.bad()])
-    error = Results(tmp_path).records[key_of(failed[0])]["error"]
+def test_failed_cell_is_kept_with_its_error_and_the_others_are_measured(tmp_path):
+    count, failed, _ = run([problem.bad(), *problem.cells(2)], tmp_path)
+
+    assert count == 3
+    assert failed == [problem.bad()]
+    error = Results(tmp_path).records[key_of(problem.bad())]["error"]
     assert "Traceback" in error
     assert "members" in error
-    again, seen = run(cells, tmp_path)
-    assert (again, seen) == ((0, failed), [])
-    retried, seen = run(cells, tmp_path, retry_failed=True)
-    assert (retried, len(seen)) == ((1, failed), 1)
+
+
+def test_failed_cells_are_measured_again_on_request(tmp_path):
+    cells = [problem.bad(), *problem.cells(2)]
+    run(cells, tmp_path)
+
+    count, failed, measured = run(cells, tmp_path)
+    assert count == 0
+    assert failed == [problem.bad()]
+    assert measured == []
+
+    count, failed, measured = run(cells, tmp_path, retry_failed=True)
+    assert count == 1
+    assert failed == measured == [problem.bad()]
 
 
 def test_selecting_lists_the_available_values():
@@ -99,12 +116,12 @@ def test_selecting_lists_the_available_values():
 def test_the_threads_of_a_cell_are_set_and_put_back():
     before = torch.get_num_threads()
     cell = problem.cells(1)[0]
-    done = measure(replace(cell, setting=replace(cell.setting, threads=2)))
-    assert "rows" in done
+    outcome = measure(replace(cell, setting=replace(cell.setting, threads=2)))
+    assert "rows" in outcome
     assert torch.get_num_threads() == before
 
 
 def test_a_measurement_that_raises_gives_its_text():
-    done = measure(problem.bad())
-    assert "rows" not in done
-    assert "Traceback" in done["error"]
+    outcome = measure(problem.bad())
+    assert "rows" not in outcome
+    assert "Traceback" in outcome["error"]
