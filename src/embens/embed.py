@@ -6,6 +6,7 @@ weights are kept.
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -214,42 +215,53 @@ class Source:
         fresh: bool = False,
         separate_layers: Collection[str] = (),
     ) -> tuple[Site, ...]:
-        """Return the modulated sites in the order of the layers."""
+        """Return the modulated sites in the order of the layers.
+
+        Args:
+            pre: See :func:`embed`.
+            post: See :func:`embed`.
+            sites: See :func:`embed`.
+            trainable: See :func:`embed`.
+            fresh: See :func:`embed`.
+            separate_layers: Modules of which every member has a separate copy.
+
+        Returns:
+            The sites.
+        """
         selected, hidden = self.select(sites)
-        selected = {site for site in selected if not is_within(site[0], separate_layers)}
         self._refuse_separate(pre, post, sites, separate_layers)
-        flags = _flags_by_side(trainable)
+        trainable_sides = _flags_by_side(trainable)
         modulated_sites = []
         for side, law in zip(SIDES, (pre, post), strict=True):
-            names = [
-                name
-                for name in self.used
-                if (name, side) in selected and self.layers[name].channels(side) is not None
-            ]
+            names = []
+            for name in self.used:
+                is_selected = (name, side) in selected and not is_within(name, separate_layers)
+                if is_selected and self.layers[name].channels(side) is not None:
+                    names.append(name)
             laws = _spread(law, names, side, "a law or None", (Law, type(None)))
-            modulated = [name for name in names if laws.get(name) is not None]
+            names = [name for name in names if laws.get(name) is not None]
             label = f"trainable[{side!r}]"
-            trained = _spread(flags[side], modulated, label, "True or False", (bool,))
-            for name in modulated:
-                repeat = self.flow.repeat.get(name, 1) if side == "post" else 1
-                size = self.layers[name].channels(side)
-                assert size is not None
+            flags = _spread(trainable_sides[side], names, label, "True or False", (bool,))
+            for name in names:
+                site = self._make_site(name, side, laws[name])
+                is_trainable = flags.get(name, True) and not fresh
+                is_hidden = (name, side) in hidden
                 modulated_sites.append(
-                    Site(
-                        name,
-                        side,
-                        laws[name],
-                        size // repeat,
-                        repeat,
-                        trainable=trained.get(name, True) and not fresh,
-                        fresh=fresh,
-                        hidden=(name, side) in hidden,
-                    )
+                    replace(site, trainable=is_trainable, fresh=fresh, hidden=is_hidden)
                 )
         if not modulated_sites and not separate_layers:
             self._refuse_nothing(pre, post, sites)
         order = {name: index for index, name in enumerate(self.layers)}
         return tuple(sorted(modulated_sites, key=lambda site: (order[site.layer], site.kind)))
+
+    def _make_site(self, name: str, side: Side, law: Law) -> Site:
+        """Return a site with one value per channel, also where a Linear follows a Flatten."""
+        size = self.layers[name].channels(side)
+        assert size is not None
+        repeat = 1
+        if side == "post":
+            repeat = self.flow.repeat.get(name, 1)
+        return Site(name, side, law, size // repeat, repeat)
 
     def select(self, sites: Sites) -> tuple[set[tuple[str, Side]], set[tuple[str, Side]]]:
         """Return the selected sites and the hidden sites."""
@@ -262,9 +274,7 @@ class Source:
         if sites == "all":
             return every, hidden
         if sites == "last":
-            return {
-                (name, side) for name, side in hidden if name in last and side == "post"
-            }, hidden
+            return {(name, "post") for name in last if (name, "post") in hidden}, hidden
         names = select_layers(self, sites)
         return {site for site in every if site[0] in names}, hidden
 
@@ -299,11 +309,10 @@ class Source:
 
     def choose_per_member(self, own: str | Iterable[str]) -> tuple[str, ...]:
         """Return the modules of which every member has a separate copy."""
-        attentions = [
-            name
-            for name, module in self.modules.items()
-            if isinstance(module, nn.MultiheadAttention)
-        ]
+        attentions = []
+        for name, module in self.modules.items():
+            if isinstance(module, nn.MultiheadAttention):
+                attentions.append(name)
         candidates = []
         for name, module in self.modules.items():
             used = name in self.flow.upstream
