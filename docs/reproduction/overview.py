@@ -25,6 +25,7 @@ from reproduction.grid.cells import cells_of
 from reproduction.grid.settings import PRESETS as SETTINGS
 from reproduction.report.page import collect
 from reproduction.storage import write_atomically
+from reproduction.summary import SAME_NETWORKS
 
 FOLDER = Path(__file__).parent
 PRESETS = ("paper", "gpu", "cpu", "earlier", "quick")
@@ -360,6 +361,8 @@ def compare_section(entry: dict[str, Any]) -> str:
         key = values["system"], int(values["budget"])
         cells.setdefault(key, []).append([float(values[name]) for name in COMPARED])
         parameters.setdefault(values["system"], float(values["parameters"]))
+    for system, budget in SAME_NETWORKS.items():
+        cells.setdefault((system, budget), cells.get((SEPARATE, budget), []))
     budgets = sorted({budget for _, budget in cells})
     head = ["system", "parameters", *(f"{budget} ×" for budget in budgets)]
     lines = [COMPARE, table_row(*head), table_row(*["-"] * len(head))]

@@ -46,6 +46,7 @@ from reproduction.grid.cells import Cell, Row, sweep, training_cost
 from reproduction.grid.settings import build_reference, count_parameters, recorded_rates
 from reproduction.problems import Problem, load_problem, timed
 from reproduction.rows import Frame, MissingCellsError, Rows, fit_slope
+from reproduction.summary import draw_summary
 from reproduction.training import Training, outputs_of, score, train
 
 ALWAYS = [name for name in SYSTEMS if name not in (WIDE, SEPARATE)]
@@ -366,45 +367,4 @@ def plot(table: Frame) -> Figure:
     return Figure(drawn, columns=3)
 
 
-SUMMARY = {
-    "accuracy": ("accuracy", "{:.1%}"),
-    "nll": ("log loss", "{:.2f}"),
-    "scaled_nll": ("log loss after scaling", "{:.2f}"),
-}
-"""Columns of the summary: label and format of a value."""
-SUMMARISED = (ONE, SEPARATE, NORMAL, *SIGNS[:2], TWO_NETWORKS)
-"""Systems of the summary."""
-
-
-def strongest_text(rows: Rows, column: str) -> str:
-    """Return a title with two members and their strongest competitors at the largest budget."""
-    label, number = SUMMARY[column]
-    budget = int(rows.where(system=TWO)["budget"].max())
-    equal = rows.where(budget=budget)
-    measured = set(equal["system"])
-    texts = []
-    for system, name in ((TWO, "two members"), (TWO_NETWORKS, TWO_NETWORKS), (ONE, ONE)):
-        if system in measured:
-            value = equal.where(system=system).mean(column)
-            texts.append(f"{name} {number.format(value)}")
-    return f"{label} at {budget} ×: {', '.join(texts)}"
-
-
-def summary(table: Frame) -> Figure:
-    """Return the small picture of the README: accuracy and log loss of the main systems."""
-    colours = colours_of_systems()
-    shown = {name: colours[name] for name in SUMMARISED}
-    draw = partial(curves, table, "budget", by="system", colours=shown)
-    titles = {}
-    for column, (label, _) in SUMMARY.items():
-        titles[column] = state(partial(strongest_text, Rows(table), column), label)
-    drawn = []
-    for panel, (label, _) in zip(
-        panels(draw, titles, "compute of training, in networks"), SUMMARY.values(), strict=True
-    ):
-        drawn.append(replace(panel, y_label=label))
-    guessing = float(table["guessing"].mean())
-    drawn[1] = replace(drawn[1], y_label=f"{drawn[1].y_label} (guessing: {guessing:.2f})")
-    return Figure(
-        drawn, title="Equal compute: members, separate networks, or one network trained longer"
-    )
+summary = draw_summary

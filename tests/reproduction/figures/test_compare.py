@@ -23,7 +23,7 @@ from reproduction.grid.cells import Cell, cells_of
 from reproduction.grid.settings import PRESETS, build_reference
 from reproduction.problems import load_problem
 from reproduction.rows import MissingCellsError, Rows
-from tests.reproduction.battery import Battery, check_figure
+from tests.reproduction.battery import Battery
 
 SETTING = cells_of("compare", PRESETS["quick"], [0])[0].setting
 
@@ -110,24 +110,6 @@ def test_trend_is_a_slope_per_doubling_of_the_budget():
 
     # The differences are -0.2 at 1 × and -0.1 at 2 ×.
     assert compare.trend_of_advantage(rows) == pytest.approx(0.1)
-
-
-def test_summary_states_values_of_the_strongest_competitors_at_the_largest_budget():
-    figure = compare.summary(make_table(LOSSES))
-
-    check_figure(figure)
-    accuracies, losses = figure.panels[:2]
-    assert accuracies.title == "accuracy at 2 ×: two members 60.0%, one network 50.0%"
-    assert losses.title == "log loss at 2 ×: two members 0.40, one network 0.50"
-    assert "guessing: 2.77" in losses.y_label
-    assert [curve.label for curve in accuracies.curves] == [ONE, SIGNS[0]]
-
-
-def test_summary_includes_separate_networks_if_they_were_measured():
-    figure = compare.summary(make_table({**LOSSES, (TWO_NETWORKS, 2): 0.3}))
-
-    expected = "two members 0.40, two networks 0.30, one network 0.50"
-    assert figure.panels[2].title.endswith(expected)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 8])

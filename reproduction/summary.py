@@ -1,0 +1,83 @@
+"""The small picture of the README: accuracy and log loss of the main systems of ``compare``."""
+
+from dataclasses import replace
+from functools import partial
+
+from reproduction.competitors import (
+    FOUR_NETWORKS,
+    NORMAL,
+    ONE,
+    SEPARATE,
+    SIGNS,
+    TWO_NETWORKS,
+    colours_of_systems,
+)
+from reproduction.drawing import Figure, curves, panels, state
+from reproduction.rows import Frame, Rows
+
+TWO = SIGNS[0]
+COLUMNS = {
+    "accuracy": ("accuracy", "{:.1%}"),
+    "nll": ("log loss", "{:.2f}"),
+    "scaled_nll": ("log loss after scaling", "{:.2f}"),
+}
+"""Columns of the summary: label and format of a value."""
+SUMMARISED = (ONE, SEPARATE, NORMAL, *SIGNS[:2], TWO_NETWORKS)
+"""Systems of the summary."""
+LABELS = {
+    TWO: "two members (signs)",
+    SIGNS[1]: "four members (signs)",
+    NORMAL: "four members (normal)",
+}
+"""Names of systems in the legend, if they differ."""
+SAME_NETWORKS = {TWO_NETWORKS: 2, FOUR_NETWORKS: 4}
+"""Budgets at which M networks are the separate networks."""
+
+
+def draw_summary(table: Frame) -> Figure:
+    """Return the small picture of the README."""
+    table = with_same_networks(table)
+    colours = colours_of_systems()
+    shown = {name: colours[name] for name in SUMMARISED}
+    draw = partial(curves, table, "budget", by="system", colours=shown)
+    titles = {}
+    for column, (label, _) in COLUMNS.items():
+        titles[column] = state(partial(strongest_text, Rows(table), column), label)
+    drawn = []
+    for panel, (label, _) in zip(
+        panels(draw, titles, "compute of training, in networks"), COLUMNS.values(), strict=True
+    ):
+        named = [replace(each, label=LABELS.get(each.label, each.label)) for each in panel.curves]
+        drawn.append(replace(panel, y_label=label, curves=named))
+    guessing = float(table["guessing"].mean())
+    drawn[1] = replace(drawn[1], y_label=f"{drawn[1].y_label} (guessing: {guessing:.2f})")
+    return Figure(
+        drawn, title="Equal compute: members, separate networks, or one network trained longer"
+    )
+
+
+def with_same_networks(table: Frame) -> Frame:
+    """Add separate networks as "two networks" at a budget of two, where they are the same."""
+    import pandas
+
+    copies = [table]
+    for system, budget in SAME_NETWORKS.items():
+        measured = table[(table["system"] == system) & (table["budget"] == budget)]
+        same = (table["system"] == SEPARATE) & (table["budget"] == budget)
+        is_measured = table["seed"].isin(measured["seed"])
+        copies.append(table[same & ~is_measured].assign(system=system))
+    return pandas.concat(copies, ignore_index=True)
+
+
+def strongest_text(rows: Rows, column: str) -> str:
+    """Return a title with two members and their strongest competitors at the largest budget."""
+    label, number = COLUMNS[column]
+    budget = int(rows.where(system=TWO)["budget"].max())
+    equal = rows.where(budget=budget)
+    measured = set(equal["system"])
+    texts = []
+    for system, name in ((TWO, "two members"), (TWO_NETWORKS, TWO_NETWORKS), (ONE, ONE)):
+        if system in measured:
+            value = equal.where(system=system).mean(column)
+            texts.append(f"{name} {number.format(value)}")
+    return f"{label} at {budget} ×: {', '.join(texts)}"
