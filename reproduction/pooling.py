@@ -171,6 +171,7 @@ def _make_strata(table: Frame, axes: Sequence[str]) -> tuple[list[_Stratum], lis
     axes = [axis for axis in axes if axis in table and axis != "seed"]
     numeric = table.select_dtypes("number").columns
     columns = [column for column in numeric if column not in (*axes, "seed", "diverged")]
+    columns = _noisy_columns(table, axes, columns)
     values = _to_pooled_scale(table, columns)
     complete, partial = _group_cells(table, axes, values)
     unknown: list[int] = []
@@ -186,6 +187,20 @@ def _make_strata(table: Frame, axes: Sequence[str]) -> tuple[list[_Stratum], lis
         cells = partial.get(key, [])
         strata.append(_make_stratum(numpy.stack(positions), columns, values, cells))
     return strata, unknown
+
+
+def _noisy_columns(table: Frame, axes: Sequence[str], columns: list[str]) -> list[str]:
+    """Return the columns that differ between seeds; the others have no residuals.
+
+    Such a column, for example a number of parameters or a quantity of the theory, may be measured
+    in some cells only. It must not separate these from cells with the same noise.
+    """
+    if not axes or not columns:
+        return columns
+    by_cell = table.groupby(list(axes), dropna=False)[columns]
+    spread = (by_cell.max() - by_cell.min()).max()
+    scale = table[columns].abs().max()
+    return [column for column in columns if spread[column] > 1e-9 * scale[column]]
 
 
 def _group_cells(

@@ -242,10 +242,23 @@ def test_cells_of_other_quantities_borrow_residuals_if_all_of_them_lack_a_seed()
 def test_a_statistic_of_cells_whose_noise_is_unknown_has_no_interval():
     table = simulate(numpy.random.default_rng(14))
     # Only these cells have a duration, and all of them lack a seed.
-    table["duration"] = numpy.where(table["members"] == 1, 1.0, math.nan)
+    table["duration"] = table["accuracy"].where(table["members"] == 1)
     table = table[(table["members"] > 1) | (table["seed"] > 0)].reset_index(drop=True)
     claims_of_cells = [claim_of(accuracy_at(1), above=0.0), claim_of(accuracy_at(2), above=0.0)]
     unknown, known = judge(claims_of_cells, table, AXES)
     assert (unknown.verdict, unknown.note) == (UNDECIDED, "the noise of some cells is not known")
     assert unknown.value == accuracy_at(1)(Rows(table))
     assert known.verdict == HOLDS
+
+
+def test_a_quantity_without_noise_does_not_separate_cells():
+    # The cell with a value of the theory lacks a seed; its noise is that of the other cells.
+    table = simulate(numpy.random.default_rng(0))
+    is_special = (table["p"] == 0.3) & (table["members"] == 2)
+    table.loc[is_special, "coupling"] = 0.25
+    table = table[~(is_special & (table["seed"] == 2))]
+    special = claim_of(lambda rows: rows.where(p=0.3, members=2).mean("accuracy"), above=0.0)
+    (judgement,) = judge([special], table, AXES)
+    assert judgement.verdict == HOLDS
+    half_width = (judgement.high - judgement.low) / 2
+    assert half_width == pytest.approx(2.03 * 0.01 / math.sqrt(2), rel=0.5)
