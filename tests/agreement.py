@@ -23,9 +23,8 @@ def run_merged(
 ) -> Any:
     """Return the outputs of the merged executor, members first."""
     values = ensemble.sample_values()
-    return gather(
-        list(ensemble.merged.run_members(inputs, kwargs, values, per_member=own)), torch.cat
-    )
+    outputs = list(ensemble.merged.run_members(inputs, kwargs, values, per_member=own))
+    return gather(outputs, torch.cat)
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
@@ -86,35 +85,55 @@ def check_agreement(
     The ensemble is not changed: every comparison runs on a copy, for several passes, so that state
     that a pass leaves behind is compared as well.
     """
-    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    if not isinstance(inputs, tuple):
+        inputs = (inputs,)
     kwargs = kwargs or {}
     members = [ensemble.member(a).train(ensemble.training) for a in range(ensemble.members)]
+    expected = _check_merged(ensemble, members, inputs, kwargs, passes, tolerance)
+    for chunk in chunks:
+        running = copy.deepcopy(ensemble)
+        inputs_of_chunk = cloned(inputs)
+
+        def run(running=running, chunk=chunk, inputs_of_chunk=inputs_of_chunk):
+            return running(*inputs_of_chunk, chunk=chunk, **cloned(kwargs))
+
+        for expected_outputs, expected_gradients, _ in expected:
+            outputs, gradients, _ = measure(running, run)
+            message = f"chunk {chunk}, {running.executor}"
+            assert_same(outputs, expected_outputs, f"outputs with {message}", tolerance)
+            assert_same(gradients, expected_gradients, f"gradients with {message}", tolerance)
+            assert_same(inputs_of_chunk, inputs, f"inputs are changed with {message}", tolerance)
+        _check_buffers(running, members, tolerance)
+
+
+def _check_merged(
+    ensemble: embens.EmbeddedEnsemble,
+    members: list[nn.Module],
+    inputs: tuple,
+    kwargs: dict[str, Any],
+    passes: int,
+    tolerance: float,
+) -> list[Result]:
+    """Compare the merged executor with single members, and return the results of its passes.
+
+    The buffers of the members change as those of the ensemble do.
+    """
     merged = copy.deepcopy(ensemble)
-    expected = []
+    results = []
     for _ in range(passes):
         result = measure(merged, lambda: run_merged(merged, cloned(inputs), cloned(kwargs)))
-        expected.append(result)
-        alone = [measure(m, lambda m=m: m(*cloned(inputs), **cloned(kwargs))) for m in members]
+        outputs_of_members = []
+        for member in members:
+            outputs, _, _ = measure(member, lambda m=member: m(*cloned(inputs), **cloned(kwargs)))
+            outputs_of_members.append(outputs)
         for index, output in enumerate(result[0]):
-            stacked = torch.stack([outputs[index] for outputs, _, _ in alone])
+            stacked = torch.stack([outputs[index] for outputs in outputs_of_members])
             assert_same(output, stacked, "merged differs from member(a)", tolerance)
+        results.append(result)
     for a, member in enumerate(members):
         buffers = dict(merged.member(a).named_buffers())
         assert_same(buffers, dict(member.named_buffers()), f"buffers of member {a}", tolerance)
-    for chunk in chunks:
-        running = copy.deepcopy(ensemble)
-        given = cloned(inputs)
-        for outputs, gradients, _ in expected:
-
-            def run(running=running, chunk=chunk, given=given):
-                return running(*given, chunk=chunk, **cloned(kwargs))
-
-            result = measure(running, run)
-            message = f"chunk {chunk}, {running.executor}"
-            assert_same(result[0], outputs, f"outputs with {message}", tolerance)
-            assert_same(result[1], gradients, f"gradients with {message}", tolerance)
-            assert_same(given, inputs, f"inputs are changed with {message}", tolerance)
-        _check_buffers(running, members, tolerance)
+    return results
 
 
 def _check_buffers(

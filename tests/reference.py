@@ -75,35 +75,50 @@ def run_by_hand(
         x: ``(batch, time, feature)``.
     """
     hidden, cells = [], []
+    suffixes = ["", "_reverse"] if core.bidirectional else [""]
     for level in range(core.num_layers):
         outputs = []
-        for suffix in ("", "_reverse")[: 1 + core.bidirectional]:
+        for suffix in suffixes:
             key = f"l{level}{suffix}"
-            u, v = scales.get((key, "post"), 1.0), scales.get((key, "pre"), 1.0)
-            tensors = [getattr(core, f"{name}_{key}") for name in ("weight_ih", "bias_ih")]
-            h = c = x.new_zeros(len(x), core.hidden_size)
-            steps = []
-            times = reversed(range(x.shape[1])) if suffix else range(x.shape[1])
-            for time in times:
-                from_input = v * F.linear(u * x[:, time], *tensors)
-                weight, bias = getattr(core, f"weight_hh_{key}"), getattr(core, f"bias_hh_{key}")
-                from_state = v * F.linear(h, weight, bias)
-                if isinstance(core, nn.LSTM):
-                    i, f, g, o = (from_input + from_state).chunk(4, -1)
-                    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-                    h = o.sigmoid() * c.tanh()
-                else:
-                    r, z, n = zip(from_input.chunk(3, -1), from_state.chunk(3, -1), strict=True)
-                    new = (n[0] + sum(r).sigmoid() * n[1]).tanh()
-                    h = new + sum(z).sigmoid() * (h - new)
-                steps.append(h)
-            hidden.append(h)
-            cells.append(c)
-            outputs.append(torch.stack(steps[::-1] if suffix else steps, 1))
+            if suffix == "_reverse":
+                states, cell = _run_direction(core, key, scales, x.flip(1))
+                outputs.append(states.flip(1))
+            else:
+                states, cell = _run_direction(core, key, scales, x)
+                outputs.append(states)
+            hidden.append(states[:, -1])
+            cells.append(cell)
         x = torch.cat(outputs, -1)
     if isinstance(core, nn.LSTM):
         return x, (torch.stack(hidden), torch.stack(cells))
     return x, torch.stack(hidden)
+
+
+def _run_direction(
+    core: nn.RNNBase, key: str, scales: dict[tuple[str, str], Tensor], x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the states ``(batch, time, feature)`` of a level and direction, and its last cell."""
+    u, v = scales.get((key, "post"), 1.0), scales.get((key, "pre"), 1.0)
+    weight_ih, bias_ih = getattr(core, f"weight_ih_{key}"), getattr(core, f"bias_ih_{key}")
+    weight_hh, bias_hh = getattr(core, f"weight_hh_{key}"), getattr(core, f"bias_hh_{key}")
+    h = c = x.new_zeros(len(x), core.hidden_size)
+    states = []
+    for time in range(x.shape[1]):
+        from_input = v * F.linear(u * x[:, time], weight_ih, bias_ih)
+        from_state = v * F.linear(h, weight_hh, bias_hh)
+        if isinstance(core, nn.LSTM):
+            i, f, g, o = (from_input + from_state).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        else:
+            reset, update, new = from_input.chunk(3, -1)
+            reset_of_state, update_of_state, new_of_state = from_state.chunk(3, -1)
+            reset = (reset + reset_of_state).sigmoid()
+            update = (update + update_of_state).sigmoid()
+            new = (new + reset * new_of_state).tanh()
+            h = new + update * (h - new)
+        states.append(h)
+    return torch.stack(states, 1), c
 
 
 def _scale_projection(

@@ -66,14 +66,14 @@ def test_the_interval_covers_a_ratio_of_means_as_often_as_its_level():
 PEAKED = numpy.array([0.90, 0.93, 0.95, 0.953, 0.94, 0.90])
 
 
-def made_up(generator, truth, seeds=5):
-    """Return a table of accuracies against M: the truth, noise of each seed and of each cell."""
-    noise = generator.normal(0, 0.012, (seeds, len(truth))) + generator.normal(0, 0.01, (seeds, 1))
-    rows = [
-        {"seed": s, "members": 2**k, "accuracy": a}
-        for s, accuracies in enumerate(truth + noise)
-        for k, a in enumerate(accuracies)
-    ]
+def simulate_accuracies(generator, truth, seeds=5):
+    """Return a table of accuracies against M: the truth, noise of each cell and of each seed."""
+    noise_of_cells = generator.normal(0, 0.012, (seeds, len(truth)))
+    noise_of_seeds = generator.normal(0, 0.01, (seeds, 1))
+    rows = []
+    for seed, accuracies in enumerate(truth + noise_of_cells + noise_of_seeds):
+        for doublings, accuracy in enumerate(accuracies):
+            rows.append({"seed": seed, "members": 2**doublings, "accuracy": accuracy})
     return pandas.DataFrame(rows)
 
 
@@ -90,7 +90,7 @@ def test_the_bootstrap_covers_statistics_that_jump(name, statistic, truth, monke
     generator = numpy.random.default_rng(1)
     runs, covered = 40, 0
     for _ in range(runs):
-        table = made_up(generator, PEAKED)
+        table = simulate_accuracies(generator, PEAKED)
         _, low, high, _ = interval(table, statistic, samples=bootstrap(table))
         covered += low <= truth <= high
     error = math.sqrt(0.95 * 0.05 / runs)
@@ -101,31 +101,39 @@ def test_the_jackknife_of_a_best_m_covers_it_less_often_than_its_level():
     # The reason for the bootstrap of statistics that jump.
     generator = numpy.random.default_rng(1)
     flat = numpy.array([0.90, 0.93, 0.95, 0.951, 0.9505, 0.95])
-    tables = [made_up(generator, flat) for _ in range(40)]
-    by_jackknife = [interval(t, lambda t: math.log2(t.best("members"))) for t in tables]
-    assert sum(low <= 3.0 <= high for _, low, high, _ in by_jackknife) / 40 < 0.85
+    runs, covered = 40, 0
+    for _ in range(runs):
+        table = simulate_accuracies(generator, flat)
+        _, low, high, _ = interval(table, lambda t: math.log2(t.best("members")))
+        covered += low <= 3.0 <= high
+    assert covered / runs < 0.85
 
 
 def test_the_bootstrap_of_a_mean_is_about_students():
     values = [1.0, 2.0, 4.0, 3.5, 0.5]
-    _, *exact, _ = interval(seeds(*values), lambda t: t["y"].mean())
     table = seeds(*values)
-    _, *resampled, _ = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
-    assert resampled == pytest.approx(exact, abs=0.15 * (exact[1] - exact[0]))
+
+    _, low, high, _ = interval(table, lambda t: t["y"].mean())
+    bootstrapped = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
     again = interval(table, lambda t: t["y"].mean(), samples=bootstrap(table))
-    assert resampled == list(again[1:3])
+
+    assert bootstrapped[1:3] == pytest.approx((low, high), abs=0.15 * (high - low))
+    assert bootstrapped == again
 
 
 def test_a_bootstrap_sample_has_all_rows_of_its_seeds_and_renumbers_the_seeds():
     table = pandas.DataFrame({"seed": [7, 7, 9, 9], "y": [1.0, 2.0, 3.0, 4.0]})
-    samples = {tuple(rows["y"]) for rows in bootstrap(table)}
-    one, other = (1.0, 2.0), (3.0, 4.0)
-    assert samples == {one + one, one + other, other + one, other + other}
-    assert all(list(rows["seed"]) == [0, 0, 1, 1] for rows in bootstrap(table))
+
+    samples = list(bootstrap(table))
+
+    values = {tuple(rows["y"]) for rows in samples}
+    assert values == {(1, 2, 1, 2), (1, 2, 3, 4), (3, 4, 1, 2), (3, 4, 3, 4)}
+    for rows in samples:
+        assert list(rows["seed"]) == [0, 0, 1, 1]
 
 
 def test_a_statistic_that_jumps_is_judged_by_the_bootstrap():
-    table = made_up(numpy.random.default_rng(2), PEAKED)
+    table = simulate_accuracies(numpy.random.default_rng(2), PEAKED)
     claim = claim_of(rise_and_fall(lambda rows: rows))
     jumping, plain = judge([replace(claim, jumps=True), claim], table)
     drawn = interval(table, lambda t: t.rise_and_fall("members"), samples=bootstrap(table))
@@ -158,11 +166,14 @@ def test_a_verdict_follows_from_interval_and_region(low, high, above, below, exp
 
 
 def test_a_claim_says_why_it_is_undecided():
-    one = claim_of(lambda t: t["y"].mean(), above=0).judge(seeds(1.0))
-    assert (one.verdict, one.note) == (UNDECIDED, "one seed gives no interval")
-    none = claim_of(lambda t: t.where(y=7.0)["y"].mean(), above=0).judge(seeds(1.0, 2.0))
-    assert (none.verdict, none.note) == (UNDECIDED, "missing: cells with y=7.0")
+    one_seed = claim_of(lambda t: t["y"].mean(), above=0).judge(seeds(1.0))
+    no_cells = claim_of(lambda t: t.where(y=7.0)["y"].mean(), above=0).judge(seeds(1.0, 2.0))
     undefined = claim_of(lambda t: math.nan, above=0).judge(seeds(1.0, math.nan))
+
+    for claim in (one_seed, no_cells, undefined):
+        assert claim.verdict == UNDECIDED
+    assert one_seed.note == "one seed gives no interval"
+    assert no_cells.note == "missing: cells with y=7.0"
     assert undefined.note == "the statistic is not defined on this table"
 
 
@@ -175,18 +186,30 @@ def test_a_claim_becomes_plain_values():
     assert claim_of(lambda t: 1.0, above=1, below=2).region == "from 1 to 2"
 
 
-def test_the_best_number_of_members_grows_with_an_exponent():
-    rows = [
-        {"seed": s, "width": w, "members": m, "accuracy": -abs(math.log2(m) - 2 * math.log2(w))}
-        for s in range(2)
-        for w in (1, 2, 4)
-        for m in (1, 2, 4, 8, 16)
-    ]
-    table = pandas.DataFrame(rows)
+def table_with_quadratic_growth_of_best():
+    """Return accuracies whose best M is the square of the width."""
+    rows = []
+    for seed in range(2):
+        for width in (1, 2, 4):
+            for members in (1, 2, 4, 8, 16):
+                accuracy = -abs(math.log2(members / width**2))
+                row = {"seed": seed, "width": width, "members": members, "accuracy": accuracy}
+                rows.append(row)
+    return pandas.DataFrame(rows)
+
+
+def test_best_number_of_members_grows_with_an_exponent():
     exponent = growth_of_best(lambda rows: rows)
-    assert exponent(Rows(table)) == pytest.approx(2.0)
+
+    assert exponent(Rows(table_with_quadratic_growth_of_best())) == pytest.approx(2.0)
+
+
+def test_growth_of_the_best_needs_the_same_members_at_every_width():
+    table = table_with_quadratic_growth_of_best()
+    incomplete = table[(table["width"] < 4) | (table["members"] < 16)]
+
     with pytest.raises(MissingCellsError, match="as many members at every width"):
-        exponent(Rows(table[(table["width"] < 4) | (table["members"] < 16)]))
+        growth_of_best(lambda rows: rows)(Rows(incomplete))
 
 
 def test_a_trend_is_the_slope_of_some_rows():

@@ -62,18 +62,20 @@ def test_fit_is_the_plain_loop():
     problem.assert_equal(problem.weights(fitted), problem.weights(expected))
 
 
-def test_an_optimizer_sets_all_rates_and_decays():
+def test_optimizer_sets_all_rates_and_decays():
     x, y = problem.data()
-    weights = []
-    for train in (partial(fit, train=(x, y)), partial(bare_loop, x=x, y=y)):
-        ensemble = problem.ensemble()
+    ensemble, expected = problem.ensemble(), problem.ensemble()
+
+    def make_optimizer(ensemble):
         groups = ensemble.parameter_groups(
             lr=0.05, modulation_lr=0.2, weight_decay=0.01, modulation_weight_decay=0.02, gamma=2
         )
-        optimizer = torch.optim.AdamW(groups)
-        train(ensemble=ensemble, optimizer=optimizer, epochs=4, batch_size=16)
-        weights.append(problem.weights(ensemble))
-    problem.assert_equal(*weights)
+        return torch.optim.AdamW(groups)
+
+    fit(ensemble, (x, y), optimizer=make_optimizer(ensemble), epochs=4, batch_size=16)
+    bare_loop(expected, make_optimizer(expected), x, y, epochs=4, batch_size=16)
+
+    problem.assert_equal(problem.weights(ensemble), problem.weights(expected))
 
 
 def generator():
@@ -108,12 +110,13 @@ def test_every_family_is_trained_by_the_same_call(family):
 
 
 def test_independent_networks_train_as_each_would_alone():
-    generator = torch.Generator().manual_seed(0)
-    ensemble = embens.independent(problem.reference(), 2, generator=generator)
-    alone = [ensemble.member(a) for a in range(2)]
+    ensemble = embens.independent(problem.reference(), 2, generator=generator())
+    networks = [ensemble.member(a) for a in range(2)]
     x, y = problem.data()
+
     fit(ensemble, (x, y), epochs=2, batch_size=16, lr=0.05)
-    for a, network in enumerate(alone):
+
+    for a, network in enumerate(networks):
         optimizer = torch.optim.SGD(network.parameters(), 0.05, 0.9, weight_decay=5e-4)
         scheduler = linear_decay(2)(optimizer)
         for epoch in range(2):
@@ -178,9 +181,12 @@ def test_wrong_arguments_raise(arguments, error, message):
 def test_removed_arguments_name_their_replacement(name):
     with pytest.raises(TypeError, match=f"fit has no argument '{name}'\\. P") as error:
         fit(problem.ensemble(), problem.data(), epochs=1, **{name: 1})
-    callbacks = re.findall(r"embens\.training\.(\w+)", str(error.value))
-    assert all(hasattr(embens.training, callback) for callback in callbacks)
-    assert callbacks or "parameter_groups" in str(error.value) or name == "each"
+    message = str(error.value)
+    callbacks = re.findall(r"embens\.training\.(\w+)", message)
+    for callback in callbacks:
+        assert hasattr(embens.training, callback)
+    if not callbacks and name != "each":
+        assert "parameter_groups" in message
 
 
 def test_a_network_that_is_no_ensemble_raises():
@@ -188,17 +194,26 @@ def test_a_network_that_is_no_ensemble_raises():
         fit(problem.reference(), problem.data(), epochs=1)  # type: ignore[arg-type]
 
 
-def test_any_torch_scheduler_is_used():
-    def rates(scheduler, **kwargs):
-        history = fit(problem.ensemble(), problem.data(), epochs=4, scheduler=scheduler, **kwargs)
-        return [row["lr"] for row in history.epochs]
+SCHEDULERS = {
+    "default": (None, [0.01, 0.01, 0.01, 0.01 * 0.505]),
+    "steps": (
+        partial(optim.lr_scheduler.MultiStepLR, milestones=[1, 3], gamma=0.1),
+        [0.01, 0.001, 0.001, 0.0001],
+    ),
+    "plateau": (
+        partial(
+            optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e3, threshold_mode="abs"
+        ),
+        [1e-2, 1e-2, 1e-3, 1e-4],
+    ),
+}
 
-    schedulers = torch.optim.lr_scheduler
-    assert rates(None) == pytest.approx([0.01, 0.01, 0.01, 0.01 * 0.505])
-    step = partial(schedulers.MultiStepLR, milestones=[1, 3], gamma=0.1)
-    assert rates(step) == pytest.approx([0.01, 0.001, 0.001, 0.0001])
-    plateau = partial(schedulers.ReduceLROnPlateau, patience=0, threshold=1e3, threshold_mode="abs")
-    assert rates(plateau, validation=problem.data()) == pytest.approx([1e-2, 1e-2, 1e-3, 1e-4])
+
+@pytest.mark.parametrize(("scheduler", "rates"), SCHEDULERS.values(), ids=SCHEDULERS.keys())
+def test_schedulers_of_torch_set_the_rates(scheduler, rates):
+    data = problem.data()
+    history = fit(problem.ensemble(), data, data, epochs=4, scheduler=scheduler)
+    assert [row["lr"] for row in history.epochs] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(
@@ -217,31 +232,40 @@ def test_with_adam_gamma_is_in_the_shared_rate(gamma, p, factor):
     before = problem.weights(ensemble)
     groups = ensemble.parameter_groups(1e-3, weight_decay=0.0, gamma=gamma, optimizer=optim.Adam)
     options = {"epochs": 1, "batch_size": problem.ROWS, "optimizer": optim.Adam(groups)}
+
     row = fit(ensemble, problem.data(), **options).epochs[0]
+
     assert row["lr"] == pytest.approx(1e-3 * factor)
     assert row["modulation_lr"] == pytest.approx(1e-3)
-    shared = {id(p) for p in ensemble.shared_parameters()}
-    for key, parameter in ensemble.named_parameters():  # Adam's first step has the size of the rate
-        step = (parameter.detach() - before[key]).abs().max().item()
-        expected = 1e-3 * factor if id(parameter) in shared else 1e-3
-        assert step == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    shared = {id(parameter) for parameter in ensemble.shared_parameters()}
+    for name, parameter in ensemble.named_parameters():
+        # Adam's first step has the size of the rate.
+        rate = 1e-3 * factor if id(parameter) in shared else 1e-3
+        step = (parameter.detach() - before[name]).abs().max().item()
+        assert step == pytest.approx(rate, rel=1e-3, abs=1e-9)
 
 
-def test_with_adam_and_sgd_gamma_changes_the_first_step_by_the_same_factor():
-    def step(optimizer, gamma):
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam])
+def test_gamma_changes_the_first_step_by_the_same_factor(kind):
+    def first_step(gamma):
         ensemble = problem.ensemble(members=4)
-        before = [p.detach().clone() for p in ensemble.shared_parameters()]
-        make = partial(optimizer, weight_decay=0.0)
+        before = problem.weights(ensemble)
+        make = partial(kind, weight_decay=0.0)
         groups = ensemble.parameter_groups(1e-3, weight_decay=0.0, gamma=gamma, optimizer=make)
         options = {"epochs": 1, "batch_size": problem.ROWS, "optimizer": make(groups)}
         fit(ensemble, problem.data(), **options)
-        after = ensemble.shared_parameters()
-        return torch.cat([(p - q).flatten() for p, q in zip(after, before, strict=True)])
+        shared = {id(parameter) for parameter in ensemble.shared_parameters()}
+        steps = []
+        for name, parameter in ensemble.named_parameters():
+            if id(parameter) in shared:
+                steps.append((parameter.detach() - before[name]).flatten())
+        return torch.cat(steps)
 
-    for optimizer in (optim.SGD, optim.Adam):
-        natural = step(optimizer, None)
-        torch.testing.assert_close(step(optimizer, 1), natural / 4, rtol=0.01, atol=1e-7)
-        assert not step(optimizer, 0).any()
+    natural = first_step(None)
+
+    assert natural.any()
+    torch.testing.assert_close(first_step(1), natural / 4, rtol=0.01, atol=1e-7)
+    assert not first_step(0).any()
 
 
 def test_with_adam_a_member_learns_at_most_at_the_pace_of_the_reference():
@@ -250,34 +274,43 @@ def test_with_adam_a_member_learns_at_most_at_the_pace_of_the_reference():
     generator = torch.Generator().manual_seed(1)
     net = embens.networks.mlp(16, 256, depth=2, outputs=1, generator=generator)
     ensemble = embens.batch_ensemble(net, members, generator=generator)
-    x, y = (torch.randn(4, size, generator=generator) for size in (16, 1))
+    x = torch.randn(4, 16, generator=generator)
+    y = torch.randn(4, 1, generator=generator)
     (hidden,) = (p for p in ensemble.shared_parameters() if p.numel() == 256 * 256)
-    losses = [F.mse_loss(ensemble(x)[a], y) for a in range(members)]
-    own = [torch.autograd.grad(loss, hidden)[0] for loss in losses]
+    gradients = []
+    for a in range(members):
+        loss = F.mse_loss(ensemble(x)[a], y)
+        gradients.append(torch.autograd.grad(loss, hidden)[0])
     before = hidden.detach().clone()
     groups = ensemble.parameter_groups(rate, weight_decay=0.0, optimizer=optim.Adam)
+
     fit(ensemble, (x, y), epochs=1, criterion=F.mse_loss, optimizer=optim.Adam(groups))
-    together = sum(float((gradient * (hidden.detach() - before)).sum()) for gradient in own)
-    alone = sum(float(-rate * g.abs().sum()) for g in own)  # Adam's first step is the sign
-    assert members**-0.5 < together / alone < 1
+
+    step = hidden.detach() - before
+    change_together = sum(float((gradient * step).sum()) for gradient in gradients)
+    # Adam's first step is the sign of the gradient.
+    change_alone = sum(float(-rate * gradient.abs().sum()) for gradient in gradients)
+    assert members**-0.5 < change_together / change_alone < 1
 
 
-def test_a_function_that_makes_an_optimizer_is_used_with_its_options():
-    seen = []
+def test_function_that_makes_an_optimizer_is_used_with_its_options():
+    calls = []
 
-    def factory(groups):
-        seen.append(groups)
+    def make_optimizer(groups):
+        calls.append(groups)
         return optim.SGD(groups, momentum=0.5, nesterov=True)
 
-    ensemble, expected = problem.ensemble(), problem.ensemble()
     x, y = problem.data()
-    fit(ensemble, (x, y), epochs=1, batch_size=len(y), optimizer=factory, gamma=2)
-    assert len(seen[-1]) == 2
+    ensemble = problem.ensemble()
+    fit(ensemble, (x, y), epochs=1, batch_size=len(y), optimizer=make_optimizer, gamma=2)
+
+    expected = problem.ensemble()
     optimizer = optim.SGD(expected.parameter_groups(gamma=2), momentum=0.5, nesterov=True)
     expected.objective(expected(x), y).backward()
     optimizer.step()
-    for key, tensor in problem.weights(expected).items():
-        torch.testing.assert_close(ensemble.state_dict()[key], tensor)
+    assert len(calls[-1]) == 2  # groups of shared and of individual parameters
+    for name, tensor in problem.weights(expected).items():
+        torch.testing.assert_close(ensemble.state_dict()[name], tensor)
 
 
 def test_the_default_criterion_is_chosen_once():
