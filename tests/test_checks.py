@@ -137,6 +137,7 @@ class TestFindGaps:
         x = torch.zeros(30, 2)
         x[4:18, 1] = torch.inf
         text = find_gaps("inputs", {"a": x})
+
         assert text.startswith("inputs['a'] have infinite values in rows 4, 5, 6")
         assert text.endswith("13 and 4 more")
         assert find_gaps("inputs", torch.tensor(torch.nan)) == "inputs have NaN in row 0"

@@ -112,6 +112,7 @@ def test_each_candidate_uses_the_rate_with_the_lowest_validation_loss():
         train_by_hand(ensemble, lr=rate)
         x, y = parts()[1]
         losses[rate] = float(metrics.nll(embens.predict(ensemble, x).members, y))
+
     assert result.scores["batch"]["lr"] == min(losses, key=losses.__getitem__)
 
 
@@ -146,6 +147,7 @@ def test_a_compute_budget_gives_cheap_candidates_more_epochs():
         "separate": embens.independent(network, 4),
     }
     result = compare(compared, *parts(), budget="compute", **ARGUMENTS)
+
     assert result.scores["separate"]["epochs"] == 4
     assert result.scores["one"]["epochs"] == 16
     # Members share the first layer's pass.
@@ -249,6 +251,7 @@ def test_lines_of_epochs_follow_the_name_of_their_candidate(progress, capsys):
 def test_tables_show_every_candidate_and_interval():
     result = compare(candidates(), *parts(), **ARGUMENTS)
     text = str(result)
+
     assert isinstance(result, Comparison)
     assert all(name in text for name in ("one", "batch", "nll", "95 % intervals"))
     assert list(result.to_pandas().index) == ["one", "batch"]
@@ -260,6 +263,7 @@ def test_a_network_starts_from_its_own_weights():
     test = parts()[2]
     result = compare({"one": network}, *parts(), **{**ARGUMENTS, "lr": 1e-12})
     expected = nn.functional.cross_entropy(network(test[0]).detach(), test[1])
+
     assert result.scores["one"]["nll"] == pytest.approx(float(expected), rel=1e-5)
     assert result.differences == []
 

@@ -26,6 +26,7 @@ def test_the_coverage_over_many_calibration_sets_is_exact():
     covered = [float(s[-1] <= conformal_quantile(s[:-1], 0.8)) for s in scores]
     error = math.sqrt(0.8 * 0.2 / rounds)
     expected = math.ceil(31 * 0.8) / 31  # exact for scores without ties
+
     assert np.mean(covered) == pytest.approx(expected, abs=4 * error)
 
 

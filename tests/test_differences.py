@@ -22,6 +22,7 @@ def test_the_interval_covers_the_mean_over_rows_and_training_runs():
         covered += low < 0.5 < high
     # Three standard errors of a binomial proportion; the interval is slightly conservative.
     tolerance = 3 * math.sqrt(0.95 * 0.05 / repeats)
+
     assert 0.95 - tolerance < covered / repeats < 0.99
 
 
@@ -40,6 +41,7 @@ def test_differences_are_those_to_the_first_candidate():
         "three": {"accuracy": torch.tensor([[0.0, 1.0, 0.0]])},
     }
     second, third = paired_differences(values)
+
     assert (second.candidate, second.baseline, second.metric) == ("two", "one", "accuracy")
     assert math.isclose(second.value, 1 / 3, rel_tol=1e-6)
     assert second.low < second.value < second.high

@@ -36,4 +36,5 @@ def test_a_page_shows_everything_that_it_prints(page, tmp_path, monkeypatch, cap
     shown = "".join(re.findall(r"```text\n(.*?)```", (DOCS / page).read_text(), re.DOTALL))
     # Digits after a point depend on the machine.
     digits = re.compile(r"\d+\.\d+")
+
     assert digits.sub("#", shown) == digits.sub("#", printed)

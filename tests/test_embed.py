@@ -145,6 +145,7 @@ def test_gradients_equal_those_of_members_by_hand(case):
         by_hand(x).square().sum().backward()
         for name, parameter in by_hand.named_parameters():
             total[name] += parameter.grad
+
     for name, gradient in total.items():
         assert_close(ensemble.reference.get_parameter(name).grad, gradient, 1e-10)
 
@@ -202,6 +203,7 @@ def test_a_mapping_sets_laws_by_layer_and_leaves_other_layers_unmodulated():
         mlp(), 2, pre={"0": laws.Rademacher()}, post={"*": laws.Normal(), "4": laws.Ternary()}
     )
     laws_by_site = {(site.layer, site.kind): site.law for site in ensemble.spec.sites}
+
     assert laws_by_site == {
         ("0", "pre"): laws.Rademacher(),
         ("2", "post"): laws.Normal(),
@@ -247,6 +249,7 @@ def test_a_full_name_takes_precedence_over_a_wildcard():
         ensemble = embens.embed(reference, 2, sites=name)
         assert {site.layer for site in ensemble.spec.sites} == {name}
     ensemble = embens.embed(reference, 2, pre={"fc[0]": laws.Normal()}, post=None)
+
     assert [site.layer for site in ensemble.spec.sites] == ["fc[0]"]
 
 
@@ -280,6 +283,7 @@ def test_a_full_name_takes_precedence_over_a_wildcard():
 def test_invalid_arguments_raise_and_leave_the_reference_as_it_was(arguments, error, message):
     reference = mlp()
     before = copy.deepcopy(reference)
+
     with pytest.raises(error, match=message):
         embens.embed(reference, **{"members": 2, **arguments})
     assert str(reference) == str(before)
@@ -451,6 +455,7 @@ def test_layers_with_hooks_or_parametrizations_are_modulated():
     reference[2].register_forward_hook(lambda module, args, output: output + args[0].sum())
     ensemble = embens.embed(reference, 2)
     x = torch.randn(5, 3)
+
     torch.testing.assert_close(ensemble(x)[1], ensemble.member(1)(x))
     assert ensemble.executor.startswith("merged")
 
@@ -650,6 +655,7 @@ class TestNormLayers:
             assert type(norm) is nn.BatchNorm2d
             torch.testing.assert_close(norm.running_var, alone[a][1].running_var)
             assert norm.num_batches_tracked == 3
+
         assert not torch.allclose(alone[0][1].running_var, alone[1][1].running_var)
         assert ensemble.reference[1].weight.shape == (4,)
 
@@ -676,6 +682,7 @@ class TestNormLayers:
         ensemble = embens.embed(norm_network(norm, **kwargs), 3, norm_affine=affine)
         x = batches(1)[0]
         outputs = ensemble(x)
+
         torch.testing.assert_close(ensemble.eval()(x), outputs)
         for a in range(3):
             torch.testing.assert_close(outputs[a], ensemble.member(a)(x))
@@ -695,5 +702,6 @@ class TestNormLayers:
         ensemble = embens.batch_ensemble(reference, 3)
         ensemble(torch.randn(5, 3))
         norm = ensemble.reference[0]
+
         assert norm.running_mean.shape == (3,)
         assert norm.num_batches_tracked == 1

@@ -119,6 +119,7 @@ def test_the_coverage_of_the_true_distribution_is_the_nominal_level():
         scores = regression_scores(prediction, target, level)
         error = math.sqrt(level * (1 - level) / rows)
         assert scores["coverage"] == pytest.approx(level, abs=4 * error)
+
     # The CRPS of a perfect normal forecast is std / √π.
     assert scores["crps"] == pytest.approx(2 / math.sqrt(math.pi), rel=0.05)
 

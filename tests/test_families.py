@@ -95,6 +95,7 @@ def test_the_mean_over_fresh_masks_is_that_of_independent_draws():
     outputs = ensemble(x).flatten()
     terms = reference[1].weight[0] * reference[0](x)[0]
     variance = 0.25 * terms.square().sum().item()
+
     assert abs(outputs.mean() - 0.5 * terms.sum()) < 4 * (variance / 4000) ** 0.5
     assert outputs.var().item() == pytest.approx(variance, rel=0.1)
 
@@ -151,6 +152,7 @@ def test_disjoint_masks_have_orthogonal_gradients_of_inner_weights():
         gradients.append(torch.autograd.grad(output.sum(), weight, retain_graph=True)[0])
     flat = torch.stack(gradients).flatten(1)
     products = flat @ flat.T
+
     assert (products.diagonal() > 0).all()
     assert torch.equal(products, products.diagonal().diag())
 
@@ -332,6 +334,7 @@ def test_additive_members_agree_for_few_and_for_many_rows(rows, parametrization)
     ensemble = embens.low_rank(reference.double(), 3, rank=3, kind="additive", scale=0.5)
     x = torch.randn(rows, 5).double()
     expected = torch.stack([ensemble.member(a)(x) for a in range(3)])
+
     for chunk in (1, 3):
         torch.testing.assert_close(ensemble(x, chunk=chunk), expected)
 
@@ -344,6 +347,7 @@ def test_the_scale_is_the_relative_size_of_deviations(kind, scale):
     weights = torch.stack([ensemble.member(a)[0].weight for a in range(50)])
     weight = reference[0].weight
     size = weight if kind == "multiplicative" else weight.square().mean().sqrt()
+
     assert ((weights - weight) / size).std().item() == pytest.approx(scale, rel=0.05)
 
 
@@ -497,5 +501,6 @@ def test_low_rank_members_leave_the_buffers_of_a_parametrized_reference():
     reference = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 2)).train()
     before = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     embens.low_rank(reference, 2, rank=1)
+
     for name, tensor in reference.state_dict().items():
         assert torch.equal(tensor, before[name])

@@ -44,6 +44,7 @@ def test_gradients_are_those_of_finite_differences(block):
         network = make_network(seed)
         if network.is_smooth and not network.is_random and checked < 3:
             checked += check_derivative(network, NAMES[seed % len(NAMES)])
+
     assert checked == 3
 
 

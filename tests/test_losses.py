@@ -257,6 +257,7 @@ class TestMixtureMoments:
             ensemble.objective(ensemble(x), y, of="moments").backward()
             optimizer.step()
         after = ensemble.objective(ensemble(x), y, of="moments").item() / 3
+
         assert after < before - 0.3
 
     def test_other_outputs_and_batches_raise(self):

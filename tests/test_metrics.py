@@ -65,6 +65,7 @@ def test_returns_the_shapes_it_promises(metric):
 def test_computes_in_float32_at_least(metric, dtype):
     outputs, target = example(dtype=dtype)
     exact = tensors(metric(outputs.double(), target))
+
     for got, expected in zip(tensors(metric(outputs, target)), exact, strict=True):
         assert got.dtype == torch.promote_types(dtype, torch.float32)
         torch.testing.assert_close(
@@ -81,6 +82,7 @@ def test_is_the_same_under_no_grad_and_keeps_its_arguments(metric):
     with torch.no_grad():
         fixed = tensors(metric(outputs, target))
     recorded = tensors(metric(outputs, target))
+
     for a, b, c in zip(free, fixed, recorded, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(a, c.detach(), rtol=0, atol=0, equal_nan=True)
@@ -321,6 +323,7 @@ def test_the_warning_points_at_the_caller():
         warnings.simplefilter("always")
         metrics.correctness_correlation(outputs, target)
         metrics.disagreement(outputs)
+
     assert [warning.filename for warning in caught] == [__file__, __file__]
 
 
@@ -373,6 +376,7 @@ def test_reliability_is_scikit_learns_curve(case):
     accuracy, mean = calibration_curve(predicted == target, confidence, n_bins=10)
     curve = metrics.reliability(outputs, target, bins=10)
     filled = curve.samples > 0
+
     torch.testing.assert_close(curve.accuracy[filled], torch.from_numpy(accuracy))
     torch.testing.assert_close(curve.confidence[filled], torch.from_numpy(mean))
     assert curve.accuracy[~filled].isnan().all()
@@ -449,6 +453,7 @@ def test_ood_auroc_accepts_flags_in_place_of_other_outputs(case):
     both = torch.cat([other, outputs], 1)
     flags = torch.tensor([1] * 50 + [0] * 200)
     expected = metrics.ood_auroc(outputs, other)
+
     assert metrics.ood_auroc(both, flags) == expected
     assert metrics.ood_auroc(both, flags.bool()) == expected
 

@@ -46,6 +46,7 @@ def test_the_crps_of_a_normal_is_the_closed_form(target):
     normal = stats.norm
     expected = std * (z * (2 * normal.cdf(z) - 1) + 2 * normal.pdf(z) - 1 / math.sqrt(math.pi))
     score = crps(torch.full((1, 7), mean).double(), torch.full((1, 7), std).double(), target)
+
     assert score.numpy() == pytest.approx(expected, rel=1e-12)
 
 
@@ -55,6 +56,7 @@ def test_the_crps_is_the_integral_of_the_squared_error_of_the_distribution(mixtu
     cdf = torch.special.ndtr((grid[:, None, None] - means) / stds).mean(1)
     step = (grid[:, None] >= target).double()
     expected = torch.trapezoid((cdf - step).square(), grid, dim=0)
+
     torch.testing.assert_close(crps(means, stds, target), expected, rtol=0, atol=1e-3)
 
 
@@ -70,6 +72,7 @@ def test_the_crps_of_many_rows_equals_that_of_each_row():
     means, stds = torch.randn(2, 40, rows, 1, dtype=torch.float64)
     stds, target = stds.abs() + 0.01, torch.zeros(rows, 1, dtype=torch.float64)
     scores = crps(means, stds, target)
+
     for row in (0, rows // 2, rows - 1):
         torch.testing.assert_close(scores[row], crps(means[:, row], stds[:, row], target[row]))
 

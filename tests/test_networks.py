@@ -64,6 +64,7 @@ class TestEveryLayer:
                 (plain.weight, plain.bias), layer.effective_parameters(), strict=True
             ):
                 parameter.copy_(value)
+
         assert torch.equal(layer(x), plain(x))
 
     def test_is_linear_in_weight_and_bias_together(self, layer, x):
@@ -166,6 +167,7 @@ class TestInitialisation:
             mlp(10, 30, 2, 4, weight_std=1.4, bias_std=0.2, parametrization=name, generator=g)
             for name, g in (("ntk", generator()), ("standard", generator()))
         )
+
         torch.testing.assert_close(ntk(x), standard(x))
 
     def test_raises_for_invalid_standard_deviations(self):
@@ -320,6 +322,7 @@ class TestCnn:
             for _ in range(2)
         )
         x = torch.randn(2, 3, 32, 32, generator=generator(1))
+
         assert torch.equal(first(x), second(x))
 
     def test_compiles_without_graph_breaks(self):

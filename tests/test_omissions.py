@@ -48,6 +48,7 @@ class TestEqualWeights:
             UserWarning, match=r"most of the weights: .* '1.matrix'\. Keep"
         ) as caught:
             embens.embed(reference, 3)
+
         assert caught[0].filename == __file__
 
     @pytest.mark.parametrize("family", ["mc_dropout", "masksembles"])

@@ -97,6 +97,7 @@ def test_chunks_accumulate_the_same_gradient(family, chunk, data):
     torch.manual_seed(7)
     value = ensemble.backward(x, y, chunk=chunk)
     expected = loop_gradients(ensemble, lambda a: F.cross_entropy(run(ensemble, x)[a], y))
+
     assert_same(gradients(ensemble), expected)
     torch.testing.assert_close(value, objective(run(ensemble, x), y).detach())
 
@@ -145,6 +146,7 @@ def test_every_member_can_have_another_batch(family, data):
     expected = loop_gradients(
         ensemble, lambda a: F.cross_entropy(run(ensemble, x, batch="own")[a], y[a])
     )
+
     assert_same(gradients(ensemble), expected)
 
 
@@ -169,6 +171,7 @@ def test_members_without_rows_in_a_split_batch_get_no_gradient(data):
     loss = objective(ensemble(x, batch="split"), y, batch="split", members=MEMBERS)
     loss.backward()
     rows = [F.cross_entropy(ensemble(x)[a, a], y[a]) for a in range(2)]
+
     torch.testing.assert_close(loss, torch.stack(rows).sum())
     for parameter in ensemble.individual_parameters():
         assert parameter.grad[:2].abs().sum() > 0
@@ -195,6 +198,7 @@ def test_gradients_accumulate_over_batches(data):
     whole = gradients(ensemble)
     for part in (slice(0, 6), slice(6, 12)):
         (objective(ensemble(x[part]), y[part]) / 2).backward()
+
     assert_same(gradients(ensemble), whole)
 
 
@@ -255,6 +259,7 @@ def test_outputs_may_be_changed_before_the_objective(change, data):
     objective(change(ensemble(x)), target).backward()
     expected = loop_gradients(ensemble, lambda a: F.cross_entropy(change(ensemble(x))[a], target))
     actual = gradients(ensemble)
+
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)
 
@@ -311,6 +316,7 @@ def test_other_losses_and_penalties_can_be_added(data):
         ):
             total += gradient
     sum(losses).backward()
+
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
@@ -517,6 +523,7 @@ def test_with_gamma_zero_shared_parameters_do_not_move(family, optimizer):
     before = [p.detach().clone() for p in ensemble.shared_parameters()]
     groups = ensemble.parameter_groups(gamma=0, optimizer=optimizer)
     train(ensemble, optimizer, groups)
+
     for parameter, start in zip(ensemble.shared_parameters(), before, strict=True):
         assert torch.equal(parameter, start)
 
@@ -552,6 +559,7 @@ def test_per_member_layers_have_the_ordinary_rate_and_decay():
 def test_separately_drawn_last_layers_have_a_group_and_make_gamma_m():
     ensemble = embens.batch_ensemble(make_reference(), 4, p=0.5, own="last")
     shared, modulations, per_member = ensemble.parameter_groups(0.1, 0.5, 1e-3)
+
     assert {tuple(p.shape) for p in per_member["params"]} == {(4, 3, 7), (4, 3)}
     assert per_member["gamma_factor"] == 1.0
     assert modulations["lr"] == 0.5

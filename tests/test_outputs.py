@@ -137,6 +137,7 @@ def test_a_link_is_kept_and_its_target_written(name, tmp_path):
     link = path_of(name, tmp_path)
     link.symlink_to(target)
     FILES[name](link)
+
     assert link.is_symlink()
     assert target.stat().st_size > 0
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
@@ -207,6 +208,7 @@ class TestPretrained:
         path.parent.mkdir(parents=True)
         path.write_text("precious")
         before = contents(tmp_path)
+
         with pytest.raises(FileExistsError, match=r"holds other files .* never replaced"):
             self.save(tmp_path / "folder")
         assert contents(tmp_path) == before
@@ -215,6 +217,7 @@ class TestPretrained:
         self.save(tmp_path / "folder")
         (tmp_path / "folder" / "tokenizer.json").write_text("{}")
         before = contents(tmp_path)
+
         with pytest.raises(FileExistsError, match="holds other files"):
             self.save(tmp_path / "folder", "batch ensemble")
         assert contents(tmp_path) == before
@@ -247,6 +250,7 @@ class TestPretrained:
             self.save(path, "batch ensemble")
         else:
             path = tmp_path / "folder"
+
         assert check_full_disk(self.save, path) >= 6
 
     def test_a_full_disk_leaves_no_new_parents(self, tmp_path):
@@ -291,6 +295,7 @@ class TestCheckpoints:
         with pytest.warns(UserWarning, match="checkpoint refused: step-0000000000"):
             self.fit(tmp_path)
         self.fit(tmp_path)
+
         for name in (names[0], names[2], "step-0000000000.safetensors"):
             assert (tmp_path / name).read_text() == "precious"
 
@@ -369,6 +374,7 @@ class TestReproduction:
             out[road] = tmp_path / "out.html"
             out[road].symlink_to(source) if road == "link" else os.link(source, out[road])
         before = contents(folder)
+
         with pytest.raises(SystemExit):
             command.main(["report", str(folder), "--out", str(out[road])])
         with pytest.raises(OSError, match=r"is an input .* would be overwritten"):
@@ -380,6 +386,7 @@ class TestReproduction:
         place.mkdir(parents=True)
         (place / "manifest.json").write_text("{}")
         before = contents(folder)
+
         for file, message in ((place / "manifest.json", "is an input"), (place, "A folder is")):
             with pytest.raises(SystemExit):
                 command.main(["record", str(folder), "--file", str(file)])
@@ -391,6 +398,7 @@ class TestReproduction:
         arguments = [str(folder) if word == "results" else word for word in arguments]
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "precious").write_text("text")
+
         with pytest.raises(SystemExit):
             command.main([*arguments, "--out", str(tmp_path / "out")])
         assert "A folder is never replaced" in capsys.readouterr().err
@@ -405,5 +413,6 @@ class TestReproduction:
             with pytest.raises(SystemExit):
                 command.main(["gain", *options])
             assert message in capsys.readouterr().err
+
         assert (tmp_path / "file").read_text() == "precious"
         assert contents(tmp_path / "data") == {}

@@ -16,5 +16,6 @@ def test_every_decision_has_a_picture(tmp_path):
     tempered = prediction.tempered(2.0)
     tempered.plot_reliability(target, tmp_path / "both.png", before=prediction)
     pictures = sorted(tmp_path.glob("*.png"))
+
     assert len(pictures) == 5
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)

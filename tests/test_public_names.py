@@ -101,6 +101,7 @@ def test_public_methods_have_an_example_or_are_called_in_that_of_their_class():
         has_example = ">>>" in inspect.getdoc(CALLABLES[name])
         if not has_example and not re.search(rf"\b{method}\(", examples):
             missing.add(name)
+
     assert missing - CALLED_BY_FIT == set()
     assert CALLED_BY_FIT - missing == set(), "take these out of CALLED_BY_FIT"
 
@@ -113,6 +114,7 @@ def test_arguments_of_public_names_are_documented():
         section = r"^(Args|Attributes):" if inspect.isclass(value) else r"^Args:"
         if not re.search(section, inspect.getdoc(value), re.MULTILINE):
             missing.append(name)
+
     assert missing == []
 
 
@@ -126,4 +128,5 @@ def test_results_of_public_functions_are_documented():
         section = r"^(Returns|Yields):"
         if has_result and not re.search(section, inspect.getdoc(value), re.MULTILINE):
             missing.append(name)
+
     assert missing == []

@@ -19,6 +19,7 @@ def test_every_block_runs_in_order_and_prints_what_is_shown(tmp_path, monkeypatc
     shown = "".join(re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL))
     # Digits depend on the machine and on the random state.
     digits = re.compile(r"\d+(\.\d+)?")
+
     assert digits.sub("#", shown) == digits.sub("#", printed)
     assert names["outputs"].shape == (4, 100, 10)
     assert names["scores"]["accuracy"] > 0.9

@@ -60,6 +60,7 @@ def test_every_public_name_of_a_documented_module_has_a_docstring(module):
         is_public = getattr(value, "__module__", "") == module and not name.startswith("_")
         if is_public and callable(value) and not value.__doc__:
             missing.add(name)
+
     assert missing == set()
 
 
@@ -70,6 +71,7 @@ def test_the_page_on_performance_agrees_with_the_results():
 def test_version_and_citation_agree():
     citation = (ROOT / "CITATION.cff").read_text()
     version = re.search(r'(?m)^version = "(.*)"', (ROOT / "pyproject.toml").read_text())
+
     assert version
     assert f"version: {version[1]}\n" in citation
     assert f"## [{version[1]}]" in (ROOT / "CHANGELOG.md").read_text()
@@ -127,6 +129,7 @@ def test_every_link_leads_somewhere():
         for link in page.links | page.loads:
             if not exists(link, name, pages):
                 broken.append((name, link))
+
     assert broken == []
 
 

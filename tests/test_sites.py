@@ -67,6 +67,7 @@ def test_an_embedding_has_no_input_channels():
 def test_a_recurrent_module_has_a_layer_for_each_level_and_direction():
     core = nn.LSTM(4, 5, num_layers=2, bidirectional=True, proj_size=3)
     layers = find_layers(nn.ModuleDict({"core": core}))
+
     assert list(layers) == ["core", "core.l0_reverse", "core.l1", "core.l1_reverse"]
     assert {layer.channels("pre") for layer in layers.values()} == {4 * 5}
     assert [layer.channels("post") for layer in layers.values()] == [4, 4, 2 * 3, 2 * 3]

@@ -75,6 +75,7 @@ class TestRisk:
             kept = losses[without_ties.argsort()].cumsum(0)
             expected += kept / torch.arange(1, 13) / repetitions
         curve = risk_coverage(losses, scores)
+
         torch.testing.assert_close(curve.risk, expected, atol=0.03, rtol=0)
         assert curve.risk[-1] == pytest.approx(losses.mean())
         assert curve.area == pytest.approx(float(curve.risk.mean()))
@@ -108,6 +109,7 @@ def test_the_rate_of_false_alarms_is_bounded():
     generator = GENERATOR.manual_seed(0)
     held_out, new = torch.randn(2, 4000, generator=generator)
     rate = Flags(new, held_out, 0.1).flagged.double().mean()
+
     # The standard error of the rate, including that of the threshold.
     assert float(rate) == pytest.approx(0.1, abs=4 * 0.0067)
     assert Flags(new + 5, held_out, 0.1).flagged.double().mean() > 0.95

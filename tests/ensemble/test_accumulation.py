@@ -16,6 +16,7 @@ def test_gradients_are_those_of_one_pass(make, chunk):
     loss = ensemble.objective(ensemble(x), target)
     parameters = list(ensemble.parameters())
     expected = torch.autograd.grad(loss, parameters)
+
     torch.testing.assert_close(ensemble.backward(x, target, chunk=chunk), loss.detach())
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)

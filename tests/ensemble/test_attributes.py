@@ -70,6 +70,7 @@ def test_an_ensemble_with_restored_attributes_gives_the_same_outputs(is_called_f
     if is_called_first:
         other(X)
     restore_attributes(other, read_attributes(ensemble))
+
     torch.testing.assert_close(other.eval()(X), ensemble.eval()(X))
     torch.testing.assert_close(other.train()(X), ensemble.train()(X))
     torch.testing.assert_close(other.eval()(X), ensemble.eval()(X))

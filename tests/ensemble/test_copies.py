@@ -63,6 +63,7 @@ def test_attributes_changed_on_the_reference_reach_every_member():
     ensemble.train()(X)
     ensemble.reference.factors[0] = 2.0
     expected = outputs_of_members(ensemble, X)
+
     torch.testing.assert_close(ensemble(X), expected)
     assert ensemble.member(1).factors == [2.0]
 
@@ -74,6 +75,7 @@ def test_bound_methods_belong_to_the_member(copied):
     if copied:
         ensemble = copy.deepcopy(ensemble)
     member = ensemble.member(2)
+
     assert member.activate.__self__ is member
 
 

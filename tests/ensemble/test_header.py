@@ -83,6 +83,7 @@ def test_each_plain_field_refuses_values_of_another_type(path):
             # An element of a list is named by its list, a parameter of a law by the law.
             assert any(place_of(path[:end]) in message for end in (len(path), len(path) - 1))
             assert FIX in message or "import its module first" in message
+
     assert refused >= 5
 
 

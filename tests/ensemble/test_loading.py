@@ -19,6 +19,7 @@ def test_a_loaded_ensemble_has_the_same_outputs(tmp_path, shared):
     ensemble.save(tmp_path / "ensemble.safetensors", shared=shared)
     loaded = embens.load(tmp_path / "ensemble.safetensors", reference)
     x = torch.randn(5, 4)
+
     assert torch.equal(loaded(x), ensemble(x))
 
 

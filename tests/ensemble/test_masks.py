@@ -24,6 +24,7 @@ def test_fresh_masks_are_those_of_the_generator():
         torch.rand(5)  # the global generator does not matter
         assert torch.equal(second(x), outputs)
         assert not torch.equal(third(x), outputs)
+
     assert not torch.equal(first(x), outputs)
 
 
@@ -38,5 +39,6 @@ def test_copies_continue_with_the_same_masks(tmp_path):
         embens.load(tmp_path / "e.safetensors", ensemble.reference),
     ]
     expected = ensemble(x)
+
     for copied in copies:
         assert torch.equal(copied(x), expected)

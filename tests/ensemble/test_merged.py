@@ -115,6 +115,7 @@ def test_copies_keep_the_state_of_members(make_copy):
         ensemble(X)
     copied, members = make_copy(ensemble), outputs_of_members(ensemble, X)
     expected = ensemble(X)
+
     torch.testing.assert_close(members, expected)
     torch.testing.assert_close(copied(X), expected)
 
@@ -146,6 +147,7 @@ def test_a_parameter_that_the_code_changes_is_refused_by_name(update):
     reference = MomentumEncoder(update)
     weight = reference.b.weight.detach().clone()
     ensemble = embens.batch_ensemble(reference, 3)
+
     assert torch.equal(reference.b.weight, weight)
     with pytest.raises(RuntimeError, match=r"changes its parameter 'b\.weight'"):
         ensemble(X.float())
@@ -237,6 +239,7 @@ def test_functional_calls_of_the_ensemble_use_the_parameters_that_are_passed(mix
             parameter.mul_(1.5)
     parameters = dict(changed.named_parameters())
     outputs = torch.func.functional_call(ensemble, parameters, (X,))
+
     torch.testing.assert_close(outputs, changed(X))
     torch.testing.assert_close(ensemble(X), before)
 
@@ -392,5 +395,6 @@ def test_merged_members_run_in_transforms_without_gradients():
     with torch.no_grad():
         outputs = torch.func.vmap(ensemble)(batches)
         jacobian = torch.func.jacrev(lambda x: ensemble.member(0)(x))(X)
+
     torch.testing.assert_close(outputs, expected.detach())
     assert jacobian.shape == (5, 3, 5, 4)

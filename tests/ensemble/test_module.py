@@ -64,6 +64,7 @@ def test_a_state_dict_can_be_loaded_into_another_ensemble(make, family):
     first(x)
     first.eval()
     second.load_state_dict(first.state_dict())
+
     assert torch.equal(first(x), second(x))
 
 
@@ -72,6 +73,7 @@ def test_a_plain_dictionary_of_tensors_is_a_state():
     first, second = (embens.batch_ensemble(reference, 3) for _ in range(2))
     first(x)
     second.load_state_dict(dict(first.state_dict()))
+
     assert torch.equal(second.eval()(x), first.eval()(x))
     with pytest.raises(RuntimeError, match="Unexpected key"):
         second.load_state_dict({**first.state_dict(), "other": torch.zeros(1)})
@@ -157,6 +159,7 @@ def test_gradients_do_not_depend_on_grad_mode_of_other_passes(make, family):
         torch.testing.assert_close(ensemble(x).clone(), expected.detach())
     plain = gradients(ensemble, lambda: expected.square().sum().backward())
     again = gradients(ensemble, lambda: ensemble(x).square().sum().backward())
+
     assert_same(plain, again, 1e-4)
 
 
@@ -179,6 +182,7 @@ def test_parameters_that_the_reference_does_not_train_stay_fixed():
     reference = mlp()
     reference[0].weight.requires_grad_(False)
     ensemble = embens.independent(reference, 3)
+
     assert not ensemble.individual["0.weight"].requires_grad
     assert ensemble.individual["0.bias"].requires_grad
     assert not embens.batch_ensemble(reference, 3).reference[0].weight.requires_grad
@@ -254,6 +258,7 @@ def test_the_default_compiler_gives_the_same_gradients():
     target = torch.zeros(len(x), dtype=torch.long)
     plain = gradients(ensemble, lambda: ensemble.objective(ensemble(x), target).backward())
     fast = gradients(ensemble, lambda: ensemble.objective(compiled(x), target).backward())
+
     assert_same(plain, fast)
 
 
@@ -555,6 +560,7 @@ def test_separate_last_layers_collapse(case):
     x = case.inputs(torch.Generator().manual_seed(0))
     x = x.double() if x.is_floating_point() else x
     ensemble = embens.embed(reference, 5, None, None, own="last", example_input=x)
+
     torch.testing.assert_close(ensemble.collapse()(x), ensemble(x).mean(0))
 
 

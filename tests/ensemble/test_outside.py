@@ -130,4 +130,5 @@ def test_caches_and_changes_between_passes_are_no_warnings(monkeypatch):
     ensemble = embens.batch_ensemble(Net(setting), 3)
     before = ensemble(x)
     monkeypatch.setattr(SETTINGS, "scale", 0.5)
+
     assert not torch.equal(ensemble(x), before)

@@ -332,6 +332,7 @@ def test_a_file_without_shared_parameters_is_small(path):
     x, y = torch.randn(40, 8), torch.arange(40) % 2
     train(ensemble, x, y)
     ensemble.save(path, shared=False)
+
     assert path.stat().st_size < 0.25 * sum(p.nbytes for p in reference.parameters())
     assert torch.equal(embens.load(path, reference)(x), ensemble(x))
 

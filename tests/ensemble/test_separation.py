@@ -44,6 +44,7 @@ def test_buffers_that_become_separate_are_saved_copied_and_loaded(tmp_path):
 def test_a_separate_buffer_begins_with_one_value_for_all_members():
     ensemble = embens.batch_ensemble(make_reference(), 4)
     stack = separate_buffer(ensemble, "2", "mean", torch.arange(5.0))
+
     assert torch.equal(stack, torch.arange(5.0).expand(4, 5))
     assert ensemble.individual["2.mean"] is stack
     assert "mean" not in ensemble.reference[2]._buffers
@@ -56,6 +57,7 @@ def test_a_state_from_before_the_separation_is_loaded():
     x = torch.randn(6, 3)
     expected = ensemble(x)
     ensemble.load_state_dict(before)
+
     torch.testing.assert_close(ensemble(x), expected)
 
 

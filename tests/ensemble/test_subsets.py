@@ -53,6 +53,7 @@ def test_a_subset_can_be_trained():
     first = ensemble.objective(ensemble(x), y)
     first.backward()
     optimizer.step()
+
     assert ensemble.objective(ensemble(x), y) < first
     assert ensemble.natural_gamma == 3.0
 

@@ -33,4 +33,5 @@ def test_modulated_weights_modulate_activations(make, sides):
         module.weight.copy_(modulated_weight(layer, module.weight, v, u))
         if v is not None:
             module.bias.mul_(v)
+
     torch.testing.assert_close(module(x), expected)

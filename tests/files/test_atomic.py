@@ -108,6 +108,7 @@ class TestWriteAtomically:
             target.write_text("old")
         link.symlink_to(target)
         write_atomically(link, "new")
+
         assert link.is_symlink()
         assert target.read_text() == "new"
         assert names(target.parent) == {"target"}
@@ -154,6 +155,7 @@ class TestWriteAtomically:
         folder.mkdir()
         if filled:
             (folder / "precious").write_text("text")
+
         with pytest.raises(IsADirectoryError, match=r"A folder is never replaced.*folder'"):
             write_atomically(folder, content)
         with pytest.raises(IsADirectoryError):
@@ -206,6 +208,7 @@ class TestLeftovers:
         path.mkdir()
         (path / "within").write_text("text")
         remove(path)
+
         assert names(path.parent) == set()
 
 

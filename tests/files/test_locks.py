@@ -51,6 +51,7 @@ class TestLocks:
         target = path.with_name("target")
         target.write_text("process of the user")
         path.symlink_to(target)
+
         with pytest.raises(FileExistsError, match="not a lock file"), locked(path, "this"):
             pass
         assert target.read_text() == "process of the user"

@@ -38,6 +38,7 @@ class TestTensors:
             tensors[str(dtype)] = torch.ones(3, dtype=dtype)
         write_tensors(path, KIND, {"note": [1, None, "é"]}, tensors)
         header, restored = read_tensors(path, KIND)
+
         assert header == {"format": "numbers", "version": 1, "note": [1, None, "é"]}
         assert restored.keys() == tensors.keys()
         for name, tensor in tensors.items():
@@ -69,6 +70,7 @@ class TestTensors:
     def test_with_a_changed_value_are_refused(self):
         arrays = {"x": torch.arange(3)}
         sealed = seal({"a": 1}, arrays)
+
         assert unseal("x", sealed, arrays) == {"a": 1}
         for record, values in (({**sealed, "a": 2}, arrays), (sealed, {"x": torch.ones(3)})):
             with pytest.raises(Refused, match="x is damaged: its content has another checksum"):

@@ -20,6 +20,7 @@ def test_layers_have_their_trainable_parameters_and_modulations():
     network[0].bias.requires_grad_(False)
     ensemble = embens.embed(network, 2, trainable={"pre": True, "post": False})
     layers = layers_with_rules(ensemble, ensemble.member(0))
+
     assert list(layers) == ["0", "2"]
     assert list(layers["0"].parameters) == ["weight"]
     assert layers["0"].trainable_pre
@@ -33,6 +34,7 @@ def test_sites_with_zeros_are_left_to_autograd():
         for values in ensemble.individual_parameters():
             values[0, 0] = 0.0
     layers = layers_with_rules(ensemble, ensemble.member(0))
+
     assert not layers["0"].trainable_pre
     assert not layers["2"].trainable_post
 
@@ -48,6 +50,7 @@ def test_a_layer_without_some_parameters_keeps_its_modulations():
     ensemble = embens.batch_ensemble(reference(), 2)
     facts = layers_with_rules(ensemble, ensemble.member(0))["0"]
     removed = facts.without({id(facts.parameters["bias"]), id(facts.pre.parameter)})
+
     assert list(removed.parameters) == ["weight"]
     assert not removed.trainable_pre
     assert torch.equal(removed.pre.values, facts.pre.values)

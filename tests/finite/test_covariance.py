@@ -29,6 +29,7 @@ def test_the_covariance_is_that_of_redrawing_the_last_layer(parametrization):
     f = torch.stack(draws).movedim(-1, 1)  # (draw, class, member, batch)
     products = torch.einsum("nkai,nkbj->nkabij", f, f).mean(1)
     error = products.std(0) / len(draws) ** 0.5
+
     assert ((products.mean(0) - sigma).abs() < 5 * error).all()
 
 
@@ -42,6 +43,7 @@ def test_the_covariance_of_a_plain_linear_layer_uses_the_mean_squares_of_its_wei
     h = torch.stack(inputs)
     head = ensemble.reference[4]
     expected = torch.einsum("aif,bjf->abij", h, h) * head.weight.square().mean()
+
     torch.testing.assert_close(finite.nngp(ensemble, x), expected + head.bias.square().mean())
 
 

@@ -175,6 +175,7 @@ def test_fresh_masks_are_drawn_once_for_each_member():
     ensemble = embens.mc_dropout(net, 4, law=laws.Normal(), fresh=True)
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
     computed = gradient_cosines(ensemble, x, y)
+
     assert off_diagonal(computed).abs().max() < 0.95
     assert list(gradient_norms(ensemble, x, y).individual) == []
 

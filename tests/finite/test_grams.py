@@ -32,6 +32,7 @@ def test_chunks_and_tiles_do_not_change_the_kernel(name, outputs, monkeypatch):
     if outputs == "nll":
         options["target2"] = options["target"]
     rectangular = finite.ntk(ensemble, x, x, outputs=outputs, chunk=2, **options)
+
     assert_equal(rectangular, (whole.shared, whole.individual))
 
 
@@ -103,6 +104,7 @@ def test_unusual_layers_equal_a_naive_contraction(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ensemble = embens.embed(make().double(), 2, norm_affine="member", example_input=x).eval()
+
     assert_equal(finite.ntk(ensemble, x, chunk=2), naive_kernel(ensemble, x))
 
 

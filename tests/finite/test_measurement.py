@@ -23,6 +23,7 @@ def test_it_keeps_its_budget_of_memory():
     ensemble = batch_ensemble(members=8)
     numbers = 4 * sum(p.numel() for p in ensemble.shared_parameters())
     report = diagnose(ensemble, X, Y, budget=Budget(memory=6 * numbers))
+
     assert len(report.losses) == 3
     assert report.samples < 60
     assert "the budget allowed 3 members" in report.notes[0]
@@ -42,6 +43,7 @@ def test_what_is_measured_does_not_depend_on_the_clock(monkeypatch):
     clock = itertools.count(0.0, 1000.0)
     for name in ("perf_counter", "monotonic", "time", "process_time"):
         monkeypatch.setattr(time, name, lambda: next(clock))
+
     assert diagnose(ensemble, X, Y).to_dict() == quick
 
 
@@ -65,6 +67,7 @@ def test_a_network_with_attention_has_a_stable_rate():
     ensemble = embens.batch_ensemble(reference, 3, generator=seeded()).eval()
     x = torch.randn(16, 3, 4, generator=seeded())
     report = diagnose(ensemble, x, torch.arange(16) % 5)
+
     assert 0 < report.rates.largest_stable < math.inf
     assert not any("stable rate" in note for note in report.notes)
 
@@ -115,5 +118,6 @@ def test_the_sharpness_is_the_largest_eigenvalue_of_kernel_times_hessian(gamma):
     kernel = embens.finite.ntk(ensemble, x).ntk(gamma).permute(0, 2, 4, 1, 3, 5)
     product = kernel.reshape(len(hessian), -1) @ hessian
     expected = float(torch.linalg.eigvals(product).real.max())
+
     assert sharpness(ensemble, x, y, F.cross_entropy, gamma) == pytest.approx(expected, rel=1e-2)
     assert sharpness(ensemble, x, y, lambda o, t: o.sum(), gamma) == 0.0

@@ -145,6 +145,7 @@ def test_gradients_that_vanish_at_the_start_have_rules_too():
     ensemble, x = embens.embed(reference, 2), torch.randn(4, 3, dtype=torch.float64)
     recorder = Recorder(ensemble)
     recorder.survey((x[:2],))
+
     assert recorder.general == {}
     assert_equal(finite.ntk(ensemble, x), naive_kernel(ensemble, x))
 
@@ -155,6 +156,7 @@ def test_only_the_parameters_of_attention_go_sample_by_sample_in_a_transformer()
     recorder = Recorder(ensemble)
     recorder.survey((x[:2],))
     names = {id(p): name for name, p in ensemble.named_parameters()}
+
     assert recorder.general
     assert all("self_attn" in names[key] for key in recorder.general)
 

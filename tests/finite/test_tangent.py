@@ -53,6 +53,7 @@ def test_reductions_equal_a_naive_contraction_for_two_sets_of_samples(name, outp
         options = {"target": targets[0], "target2": targets[1]}
     kernel = finite.ntk(ensemble, x, x2, outputs=outputs, **options)
     expected = tuple(part.diagonal(dim1=-2, dim2=-1).sum(-1) for part in contract(*sides))
+
     assert kernel.shared.shape == (2, 2, len(x), 2)
     assert_equal(kernel, expected)
 
@@ -151,6 +152,7 @@ def test_the_training_kernel_predicts_a_small_step_of_the_outputs():
     torch.optim.SGD(ensemble.parameter_groups(step, weight_decay=0.0, gamma=1.5)).step()
     with torch.no_grad():
         moved = (ensemble(x) - before) / step
+
     torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 

@@ -57,6 +57,7 @@ def test_fresh_masks_are_fixed_in_a_copy():
     ensemble = embens.mc_dropout(networks.mlp(4, 6, 2, 3), 3, law=laws.Normal(), fresh=True)
     fixed = with_fixed_masks(ensemble)
     x = torch.randn(5, 4)
+
     assert torch.equal(fixed(x), fixed(x))
     assert not torch.equal(ensemble(x), ensemble(x))
     torch.testing.assert_close(fixed.member(1)(x), fixed(x)[1])

@@ -80,6 +80,7 @@ class TestExactMoments:
             assert 0 <= moments[1] <= moments[0] < 1e-14
         density = math.exp(-450) / math.sqrt(2 * math.pi)
         mills = 1 / 30 - 1 / 30**3 + 3 / 30**5
+
         assert Normal(30.0).half_moment(0, -1) == pytest.approx(density * mills, rel=1e-6, abs=0)
 
 

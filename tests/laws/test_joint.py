@@ -85,6 +85,7 @@ class TestMasks:
         masks = Masks(overlap).sample((members, units), generator(), torch.float64)
         ones = (masks > 0).sum(1)
         formula = units * overlap / (1 - (1 - overlap) ** members)  # Durasov et al.
+
         assert (ones == ones[0]).all()
         assert ones[0] == max(round(formula), math.ceil(units / members))
         assert (masks > 0).any(0).all()
@@ -179,6 +180,7 @@ def test_masks_of_a_fixed_size_overlap_evenly(members, overlap):
         products = masks @ masks.mT / 512
         overlaps.append(products[~torch.eye(members, dtype=torch.bool)])
     measured = 512 * torch.stack(overlaps).var(0).mean().item()
+
     # 400 draws of few pairs: a relative standard error of about 5 %.
     assert law.overlap_variance(members) == pytest.approx(measured, rel=0.2, abs=1e-12)
     assert law.overlap_variance(members) < law.second_moment**2 - overlap**2

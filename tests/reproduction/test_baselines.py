@@ -88,6 +88,7 @@ def test_the_columns_of_an_experiment_come_before_those_of_baselines(tmp_path):
     cells = [SMALL.with_values(width=1.0), *problem.cells(1)]
     runs.run("transition", cells, results, inline)
     table = make_table(results, "transition", problem.SETTING)
+
     assert list(table)[:5] == ["law", "p", "members", "gamma", "seed"]
     assert len(table) == 5
 
@@ -144,4 +145,5 @@ def test_members_are_as_many_as_there_are_up_to_eight():
     better, as_good = judge(
         baselines.claims(lambda rows: baselines.ensemble_rows(rows).where(p=0.0)), table
     )
+
     assert (better.value, as_good.value) == (pytest.approx(0.10), pytest.approx(0.09))

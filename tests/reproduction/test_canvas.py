@@ -42,6 +42,7 @@ def test_named_points_of_a_line_have_numbers_and_a_key_below_the_panel(tmp_path,
     points = Curve("others", [1.0], [5.0], style="points", names=["c"])
     draw(Figure([Panel("panel", "x", "y", [line, points])]), tmp_path / "figure.png")
     (axes,) = canvases[0].axes
+
     assert axes.get_xlabel() == "x\n1 a, 2 b"
     assert [text.get_text() for text in axes.texts] == ["1", "2"]
 
@@ -59,6 +60,7 @@ def test_a_figure_has_one_legend_that_overlaps_nothing(tmp_path, canvases):
     draw(replace(figure, title="a title " * 20), tmp_path / "figure.png")
     (canvas,) = canvases
     (legend,) = canvas.legends
+
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b", *long, "c"]
     assert all(axes.get_legend() is None for axes in canvas.axes)
     check_layout(canvas)
@@ -75,6 +77,7 @@ def test_text_is_legible_at_the_width_of_a_readme(tmp_path, canvases):
     draw(Figure([panel_of("a")] * 6, columns=6), tmp_path / "figure.png")
     (canvas,) = canvases
     pixels_per_point = 830 / canvas.get_figwidth() / 72  # a README is about 830 pixels wide
+
     for axes in canvas.axes:
         for text in (axes.title, axes.xaxis.label, *axes.get_xticklabels()):
             assert text.get_fontsize() * pixels_per_point > 9
@@ -168,6 +171,7 @@ def test_references_differ_in_their_line_styles(tmp_path, canvases):
     draw(Figure([first, second]), tmp_path / "figure.png")
     left, right = canvases[0].axes
     a, b = (line.get_linestyle() for line in left.lines[-2:])
+
     assert a != b
     assert right.lines[-1].get_linestyle() == b
 

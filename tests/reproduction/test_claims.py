@@ -41,6 +41,7 @@ def test_the_interval_of_a_mean_is_students():
     expected = stats.t.interval(
         0.95, len(values) - 1, loc=numpy.mean(values), scale=stats.sem(values)
     )
+
     assert count == 5
     assert value == pytest.approx(numpy.mean(values))
     assert (low, high) == pytest.approx(expected)
@@ -60,6 +61,7 @@ def test_the_interval_covers_a_ratio_of_means_as_often_as_its_level():
         _, low, high, _ = interval(table, lambda t: t["y"].mean() / t["x"].mean())
         covered += low < 3.0 < high
     error = math.sqrt(0.95 * 0.05 / runs)
+
     assert abs(covered / runs - 0.95) < 5 * error
 
 
@@ -94,6 +96,7 @@ def test_the_bootstrap_covers_statistics_that_jump(name, statistic, truth, monke
         _, low, high, _ = interval(table, statistic, samples=bootstrap(table))
         covered += low <= truth <= high
     error = math.sqrt(0.95 * 0.05 / runs)
+
     assert covered / runs > 0.95 - 3 * error  # the jackknife of the best M covers 0.84
 
 
@@ -106,6 +109,7 @@ def test_the_jackknife_of_a_best_m_covers_it_less_often_than_its_level():
         table = simulate_accuracies(generator, flat)
         _, low, high, _ = interval(table, lambda t: math.log2(t.best("members")))
         covered += low <= 3.0 <= high
+
     assert covered / runs < 0.85
 
 
@@ -137,6 +141,7 @@ def test_a_statistic_that_jumps_is_judged_by_the_bootstrap():
     claim = claim_of(rise_and_fall(lambda rows: rows))
     jumping, plain = judge([replace(claim, jumps=True), claim], table)
     drawn = interval(table, lambda t: t.rise_and_fall("members"), samples=bootstrap(table))
+
     assert (jumping.value, jumping.low, jumping.high, jumping.seeds) == drawn
     assert jumping.low != plain.low
 
@@ -180,6 +185,7 @@ def test_a_claim_says_why_it_is_undecided():
 def test_a_claim_becomes_plain_values():
     claim = claim_of(lambda t: t["y"].mean(), above=0).judge(seeds(1.0, 1.1))
     values = claim.to_dict()
+
     assert values["below"] is None
     assert values["region"] == "above 0"
     assert claim_of(lambda t: 1.0, below=2).region == "below 2"

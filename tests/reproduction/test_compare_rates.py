@@ -36,6 +36,7 @@ def test_the_best_rate_of_a_family_serves_all_its_systems():
     choice = compare_rates.choose(table(losses))
     networks = [system for system, tuned in TUNED.items() if tuned == ONE]
     signs = [system for system, tuned in TUNED.items() if tuned == SIGNS[1]]
+
     assert choice["rates"] == {**dict.fromkeys(networks, 0.2), **dict.fromkeys(signs, 0.1)}
     assert choice["validation_nll"][ONE] == {"0.1": 1.0, "0.2": 0.9}
     check_figure(compare_rates.plot(table(losses)))

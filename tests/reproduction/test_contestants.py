@@ -53,6 +53,7 @@ def test_training_depends_on_the_cell_alone(name):
         torch.randn(3)
         trained = contestants.train_contestant(cell, name, data, lr=0.01)
         outputs.append(contestants.predict_contestant(cell, name, trained, data.test.inputs[:20]))
+
     assert outputs[0].shape == (3, 20, 10)
     assert torch.equal(outputs[0], outputs[1])
 

@@ -23,6 +23,7 @@ def test_a_point_is_a_mean_over_seeds_with_its_standard_error():
         }
     )
     (curve,) = curves(table, "x", "y")
+
     assert curve.x == [1.0, 2.0]
     assert curve.y == [3.5, 7.0]
     assert curve.error == pytest.approx([math.sqrt(4.5) / math.sqrt(2), 0.0])
@@ -38,6 +39,7 @@ def test_each_defined_value_has_a_curve():
         }
     )
     (curve,) = curves(table, "x", "y", by="p", label="p={}", colours={0.0: "#123456"})
+
     assert (curve.label, curve.colour, curve.error) == ("p=0", "#123456", [0.0, 0.0])
     assert curves(table, "x", "missing") == []
 
@@ -75,6 +77,7 @@ def test_figures_of_unfinished_runs_have_no_empty_panels_and_say_where_curves_en
     empty = Panel("empty", "members M", "y", [])
     figure = Figure([empty, Panel("t", "members M", "y", drawn), Panel("t", "epoch", "y", drawn)])
     against_members, against_epochs = complete(figure).panels
+
     assert [curve.ends for curve in against_members.curves] == [
         "",
         "no larger M was run",

@@ -89,6 +89,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(seed_effect, repeats)
             covered[statistic] += judgement.low < truth < judgement.high
     # Three standard errors of a binomial proportion.
     least = repeats * (0.95 - 3 * math.sqrt(0.95 * 0.05 / repeats))
+
     assert all(count > least for count in covered.values()), covered
 
 
@@ -100,6 +101,7 @@ def test_the_interval_of_a_cell_is_much_shorter_than_with_two_degrees_of_freedom
         for method, axes in (("pooled", AXES), ("seeds", ())):
             (judgement,) = judge([claim_of(one_cell)], table, axes)
             widths[method].append(judgement.high - judgement.low)
+
     # Student's quantiles are 4.3 and 2.0; the mean of an estimated deviation is 0.89.
     assert numpy.mean(widths["pooled"]) < 0.75 * numpy.mean(widths["seeds"])
 
@@ -112,6 +114,7 @@ def test_a_flat_curve_has_no_maximum(repeats):
     for _ in range(repeats):
         table = simulate(generator, truth=lambda p, m: 0.4)
         held += judge([claim], table, AXES)[0].verdict == HOLDS
+
     assert held / repeats <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / repeats)
 
 
@@ -122,6 +125,7 @@ def test_seeds_that_contradict_the_model_are_not_pooled():
     table["accuracy"] += (table["seed"] - 1) * 0.02 * numpy.log2(table["members"])
     by_seeds, _ = judge([claim_of(slope), claim_of(mean)], table)
     pooled, _ = judge([claim_of(slope), claim_of(mean)], table, AXES)
+
     assert pooled.method == "seeds"
     assert (pooled.low, pooled.high) == (by_seeds.low, by_seeds.high)
     assert judge([claim_of(slope)], simulate(generator), AXES)[0].method == "pooled"
@@ -178,6 +182,7 @@ def test_cells_that_lack_seeds_have_noise_as_well(seed_effect, repeats):
         covered += judgement.low < 0.0 < judgement.high
     # Three seeds estimate their spread poorly, and the interval does not know.
     nominal = 0.95 if not seed_effect else 0.75
+
     assert covered > repeats * (nominal - 3 * math.sqrt(nominal * (1 - nominal) / repeats))
 
 
@@ -246,6 +251,7 @@ def test_a_statistic_of_cells_whose_noise_is_unknown_has_no_interval():
     table = table[(table["members"] > 1) | (table["seed"] > 0)].reset_index(drop=True)
     claims_of_cells = [claim_of(accuracy_at(1), above=0.0), claim_of(accuracy_at(2), above=0.0)]
     unknown, known = judge(claims_of_cells, table, AXES)
+
     assert (unknown.verdict, unknown.note) == (UNDECIDED, "the noise of some cells is not known")
     assert unknown.value == accuracy_at(1)(Rows(table))
     assert known.verdict == HOLDS

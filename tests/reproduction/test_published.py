@@ -141,6 +141,7 @@ def test_tables_have_equal_columns_and_pictures_are_there(claims_page):
         counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
         assert len(counts) == 1
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", claims_page)
+
     assert len(pictures) == len(PUBLISHED)
     for picture in pictures:
         assert (FOLDER / picture).resolve().is_file()

@@ -100,6 +100,7 @@ def test_an_output_that_is_an_input_is_refused(tmp_path, link):
     source, other = tmp_path / "source", tmp_path / "other"
     source.write_text("text")
     link(source, other)
+
     check_distinct(tmp_path / "new", [source])
     check_distinct(source, [tmp_path / "missing"])
     for path in (source, other, tmp_path / "." / "source"):

@@ -52,6 +52,7 @@ def test_training_is_sgd_with_the_schedule_of_the_paper():
     # All samples are in one batch, so their order does not matter.
     expected.objective(expected(inputs), targets).backward()
     optimizer.step()
+
     for parameter, other in zip(ensemble.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter, other)
 
@@ -111,6 +112,7 @@ def test_outputs_that_overflow_become_zero():
     with torch.no_grad():
         next(iter(ensemble.individual_parameters()))[1] = math.inf
     after = outputs_of(ensemble, inputs)
+
     torch.testing.assert_close(after[0], before[0])
     assert (after[1] == 0).all()
 

@@ -52,6 +52,7 @@ class TestBins:
         values, weights = rng.normal(size=(30, 2)), rng.integers(1, 5, 30)
         weighted = learn(from_array(values), torch.from_numpy(weights).double(), bins=6)
         repeated = learn(from_array(values.repeat(weights, axis=0)), bins=6)
+
         for one, other in zip(weighted.numeric, repeated.numeric, strict=True):
             assert one.centre == pytest.approx(other.centre)
             torch.testing.assert_close(one.edges, other.edges)

@@ -18,6 +18,7 @@ class TestTheClassifier:
         uncertainty = self.model.predict_uncertainty(self.X)
         probabilities = self.model.predict_proba(self.X)
         entropy = stats.entropy(probabilities, axis=1)
+
         np.testing.assert_allclose(uncertainty.total, entropy, atol=1e-9)
         np.testing.assert_allclose(uncertainty.aleatoric + uncertainty.epistemic, uncertainty.total)
         assert (uncertainty.epistemic >= 0).all()
@@ -67,6 +68,7 @@ def test_the_temperature_of_a_classifier_without_errors_is_bounded():
     X = rng.normal(size=(300, 2))
     X[:, 0] += 4 * np.sign(X[:, 0])
     model = classifier(max_epochs=40).fit(X, X[:, 0] > 0)
+
     assert model.score(X, X[:, 0] > 0) == 1.0
     assert model.temperature_ > 0.5
     assert model.predict_proba(X).max(1).mean() > 0.95
@@ -79,6 +81,7 @@ def test_class_weights_multiply_sample_weights(weights):
     ours = classifier(class_weight=weights, max_epochs=3).fit(X, y, sample_weight=rows)
     both = rows * compute_sample_weight(weights, y)
     theirs = classifier(max_epochs=3).fit(X, y, sample_weight=both)
+
     np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), rtol=1e-6)
 
 
@@ -104,6 +107,7 @@ class TestPredictionSets:
             rows = len(model.head_.scores)
             error = np.sqrt(coverage * (1 - coverage) * (1 / rows + 1 / 1500))
             assert inside == pytest.approx(coverage, abs=4 * error)
+
         assert sets.shape == (1500, 3)
 
     def test_sets_without_held_out_rows_are_an_error(self):

@@ -25,6 +25,7 @@ class TestKindsOfColumns:
     def test_types_decide_between_numeric_and_categorical(self):
         X, _ = mixed_table()
         preprocessing = learn(from_frame(X))
+
         assert [c.name for c in preprocessing.numeric] == ["size", "time"]
         assert [c.name for c in preprocessing.categorical] == ["colour", "open", "grade"]
         assert preprocessing.categorical[0].categories == ["blue", "green", "red"]
@@ -49,6 +50,7 @@ class TestKindsOfColumns:
         times = pd.to_datetime(["2024-02-29 23:10", "2025-01-05 00:00", None])
         table = from_frame(pd.DataFrame({"when": times, "x": [1.0, 2.0, 3.0]}))
         parts = [c.part for c in learn(table).numeric]
+
         assert parts == ["", "month", "day", "weekday", "hour", ""]
         assert [table.numbers(0, part)[0] for part in parts[1:5]] == [2, 29, 3, 23]
         assert [table.numbers(0, part)[1] for part in parts[1:5]] == [1, 5, 6, 0]
@@ -139,6 +141,7 @@ class TestCategories:
         frame = pd.DataFrame(rng.choice(list("abcdefghij"), (40, 1000))).add_prefix("c")
         preprocessing = learn(from_frame(frame))
         inputs = sum(len(column.used_codes) for column in preprocessing.categorical)
+
         assert inputs <= 2 * columns.MAX_INPUTS
         assert preprocessing.notes[0].startswith("Columns of which only the 4 most frequent")
 
@@ -154,6 +157,7 @@ class TestCategories:
                 learn(table).encode(table)
                 attempts.append(time.process_time() - start)
             seconds.append(min(attempts))
+
         assert seconds[1] < 20 * seconds[0]  # 8 times the columns; quadratic time would be 64
 
 
@@ -180,6 +184,7 @@ class TestTargetStatistics:
         mean = (y[has_code] - y.mean()).sum() / (count + columns.PRIOR_ROWS)
         share = ((count + 1) / (3000 + 50)).log10()
         expected = pytest.approx([mean.item(), share.item()], abs=1e-6)
+
         assert self.statistics()[has_code][0].tolist() == expected
 
     def test_a_training_row_does_not_see_its_own_target(self):
@@ -203,6 +208,7 @@ class TestTargetStatistics:
         y = rng.normal(size=300)[codes] + 0.1 * rng.normal(size=1500)
         X = pd.DataFrame({"a": [f"c{c}" for c in codes]})
         model = regressor(max_categories=16).fit(X[:1200], y[:1200])
+
         assert model.score(X[1200:], y[1200:]) > 0.5  # near 0 without the statistics
 
 

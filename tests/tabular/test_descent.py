@@ -26,6 +26,7 @@ def test_the_rate_rises_in_the_first_epoch_and_falls_along_a_cosine():
     steps = np.arange(20)
     final = descent.FINAL_RATE
     cosine = final + (1 - final) * (1 + np.cos(np.pi * steps / 20)) / 2
+
     np.testing.assert_allclose(rates, np.minimum(1, (steps + 1) / 5) * cosine)
 
 
@@ -33,6 +34,7 @@ def test_the_rate_rises_in_a_tenth_of_the_time_if_there_is_none_for_an_epoch(mon
     clock = iter([100.0, 100.0, 100.5, 101.0])
     monkeypatch.setattr(descent.time, "monotonic", lambda: next(clock))
     factor = descent.cosine_schedule(1000, 4, 10.0)
+
     assert factor(0) == pytest.approx(0.001)
     assert factor(1) == pytest.approx(0.5, rel=0.01)
     assert factor(1) == factor(1)  # the same for all groups of parameters
@@ -83,6 +85,7 @@ def test_patience_ends_a_run_after_the_best_epoch():
     noise = np.random.default_rng(0).normal(size=200)
     model = regressor(patience=2, max_epochs=1000, lr=0.05)
     model.fit(X, noise)
+
     assert model.run_.stopped == "patience"
     assert len(model.run_.epochs) == model.run_.best_epoch + 2
 

@@ -12,6 +12,7 @@ from tabular.problems import classifier, fitted, mixed_table
 def test_the_summary_describes_the_fit():
     model, _, _ = fitted()
     text = model.summary()
+
     assert text.startswith("EmbeddedEnsembleClassifier\n")
     assert "4, batch_ensemble" in text
     assert f"{model.n_parameters_:,}" in text

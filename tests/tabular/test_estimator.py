@@ -108,6 +108,7 @@ def test_every_input_of_the_network_has_a_name(embedding):
     names = model.feature_names_out_
     encoder = model.fitted_.encoder
     inputs = encoder(*model.preprocessing_.encode(from_frame(X)))
+
     assert len(names) == inputs.shape[1] == len(set(names))
     assert {"size (score)", "size", "when:weekday", "colour = red", "size is missing"} <= {*names}
 

@@ -149,6 +149,7 @@ class TestDates:
         if kind != "period":
             values = pd.Series(values, dtype=object)
         table, expected = from_frame(self.frame(values)), from_frame(self.frame(self.days))
+
         assert table.kind(1) == "date"
         for part in table.parts(1):
             np.testing.assert_array_equal(table.numbers(1, part), expected.numbers(1, part))

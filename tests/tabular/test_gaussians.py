@@ -179,6 +179,7 @@ class TestBounds:
         X, y = mixed_table(60)
         targets = np.stack([np.full(60, 3.0), np.exp(y)], 1)
         model = regressor(target_transform=transform, validation_fraction=0.3).fit(X, targets)
+
         assert (model.predict(X)[:, 0] == 3).all()
         assert (model.predict_quantiles(X, (0.01, 0.99))[..., 0] == 3).all()
         assert (model.predict_interval(X, 0.8)[..., 0] == 3).all()
@@ -195,6 +196,7 @@ class TestBounds:
         head = GaussianHead(1, integer=torch.tensor([True]))
         ends = torch.linspace(-3, 3, 61, dtype=torch.float64)[:, None]
         rounded = head.within_bounds(ends)
+
         for y in range(-3, 4):
             assert ((ends <= y) <= (rounded <= y)).all()
             assert ((ends >= y) <= (rounded >= y)).all()
@@ -215,5 +217,6 @@ def test_the_fast_mean_is_that_of_the_whole_mixture(loss, transform):
     head = head.scaled(values, torch.ones(50))
     outputs = torch.randn(4, 30, head.outputs) - torch.linspace(0, 4, 30)[:, None]
     (mean,) = head.predict_mean(outputs)
+
     torch.testing.assert_close(mean, head.summarise(outputs)[0])
     assert (mean == 0).any() or transform != "none"  # some means are bounded by 0

@@ -96,6 +96,7 @@ class TestGroups:
         ensembles = list(model.ensemble_.groups)
         before = model.held_out_["ensemble"]
         model.set_params(max_epochs=10).fit(X, y)
+
         assert list(model.ensemble_.groups) == ensembles
         assert model.held_out_["ensemble"] < before
         with pytest.raises(ValueError, match="folds cannot become 1"):
@@ -193,4 +194,5 @@ def test_an_interval_is_the_mean_of_the_intervals_of_the_groups():
         centre = mean[part].mean(0)
         spread = np.sqrt((std[part] ** 2).mean(0) + mean[part].var(0))
         ends.append(np.stack([centre - quantile * spread, centre + quantile * spread], 1))
+
     np.testing.assert_allclose(model.predict_interval(X, 0.8), np.mean(ends, 0), rtol=1e-5)

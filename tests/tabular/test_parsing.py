@@ -97,6 +97,7 @@ def test_a_wrong_field_is_an_error_with_file_and_field(
     inner[path[-1]] = value
     forged = tmp_path / "forged.safetensors"
     write_tree(forged, FORMAT, tree)
+
     with pytest.raises(Refused, match=message) as caught:
         load(forged)
     assert str(caught.value).startswith("forged.safetensors")

@@ -52,6 +52,7 @@ def test_the_compressed_number_keeps_all_distinct_values():
     preprocessing, inputs = encode(values, bins=2)
     (column,) = preprocessing.numeric
     x = torch.from_numpy((values - column.centre) / column.scale)
+
     torch.testing.assert_close(inputs[:, 1], x / (1 + x**2 / 9).sqrt())
     assert len(inputs[:, 1].unique()) == 500
 
@@ -60,6 +61,7 @@ def test_numbers_far_outside_are_clipped_one_bin_beyond_the_edge():
     preprocessing, _ = encode(np.arange(100.0), bins=4)
     table = from_array(np.array([[1e9], [1e12], [-1e9], [-1e12]]))
     inputs = Encoder(preprocessing)(*preprocessing.encode(table))
+
     torch.testing.assert_close(inputs[0], inputs[1])
     torch.testing.assert_close(inputs[2], inputs[3])
     assert inputs.isfinite().all()
@@ -126,6 +128,7 @@ def test_outputs_of_many_rows_are_those_of_each_row():
     rows = Rows(numbers, codes, torch.zeros(len(X), 1))
     many = predict_rows(model.ensemble_, encoder, rows[torch.arange(len(X)).repeat(20)])
     few = predict_rows(model.ensemble_, encoder, rows)
+
     torch.testing.assert_close(many, few.repeat(1, 20, 1))
 
 

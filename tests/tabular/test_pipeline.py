@@ -54,6 +54,7 @@ class TestTimeLimit:
         model = classifier(time_limit=60, max_epochs=1)
         with pytest.warns(ConvergenceWarning, match="1000 of 1200 were drawn at random"):
             model.fit(X, y)
+
         assert "rare" in model.classes_
         assert model.predict_proba(X).shape == (1200, len(np.unique(y)))
 
@@ -70,6 +71,7 @@ class TestTimeLimit:
         ):
             model.fit(X, y)
         probabilities = model.predict_proba(X)
+
         np.testing.assert_allclose(probabilities - probabilities[0], 0, atol=1e-6)
         np.testing.assert_allclose(
             probabilities[0], [np.mean(y == c) for c in model.classes_], atol=0.02
@@ -86,6 +88,7 @@ class TestTimeLimit:
         ):
             model.fit(X, target)
         mean, std = model.predict(X, return_std=True)
+
         np.testing.assert_allclose(mean, target.mean(), atol=0.1 * target.std())
         np.testing.assert_allclose(std, target.std(), rtol=0.25)
 
@@ -119,6 +122,7 @@ def test_skewed_counts_stay_counts_when_their_transform_is_chosen(seed):
     counts = np.exp(2 * rng.normal(size=120) + X[:, 0]).round()
     model = regressor(members=2, width=16, max_epochs=4, tune=True).fit(X, counts)
     quantiles = model.predict_quantiles(X, (0.01, 0.9))
+
     assert quantiles.min() >= 0
     np.testing.assert_array_equal(quantiles, quantiles.round())
 
@@ -159,6 +163,7 @@ class TestKeepMembers:
         X, target = mixed_table(40)
         with pytest.warns(ConvergenceWarning, match="keep_members needs validation rows"):
             model = regressor(keep_members=2, max_epochs=1).fit(X, target)
+
         assert model.ensemble_.members == 4
         with pytest.raises(ValueError, match="refit=True trains with them"):
             regressor(keep_members=2, refit=True).fit(X, target)
@@ -177,6 +182,7 @@ class TestFit:
         weighted = classifier().fit(X, y, sample_weight=weights)
         rows = np.repeat(np.arange(20), weights)
         repeated = classifier().fit(X.iloc[rows], y[rows])
+
         np.testing.assert_allclose(weighted.predict_proba(X), repeated.predict_proba(X), rtol=1e-7)
 
     def test_equal_weights_change_nothing(self):
@@ -196,6 +202,7 @@ class TestFit:
         first = model.held_out_["ensemble"]
         ensemble = model.ensemble_
         model.set_params(max_epochs=15).fit(self.X, self.y)
+
         assert model.ensemble_ is ensemble
         assert model.held_out_["ensemble"] < first
         with pytest.raises(ValueError, match="warm start cannot add classes"):
@@ -205,6 +212,7 @@ class TestFit:
         state = torch.get_rng_state()
         first, second = (classifier().fit(self.X, self.y).predict_proba(self.X) for _ in "ab")
         other = classifier(random_state=1).fit(self.X, self.y).predict_proba(self.X)
+
         np.testing.assert_array_equal(first, second)
         assert np.abs(first - other).max() > 1e-4
         assert torch.equal(torch.get_rng_state(), state)

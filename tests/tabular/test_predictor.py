@@ -69,5 +69,6 @@ def test_weights_are_merged_again_after_a_change(table):
     with torch.no_grad():
         next(model.ensemble_.individual_parameters()).mul_(2)
     after = predict_members(model.ensemble_, *rows)
+
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, expected_outputs(model, X))

@@ -62,6 +62,7 @@ def test_calibration_rows_are_used_for_nothing_else():
     other = y.copy()
     other[parts.calibration] += 100.0
     first, second = model.fit(X, y).predict(X), regressor(max_epochs=5).fit(X, other)
+
     np.testing.assert_array_equal(first, second.predict(X))
     assert second.head_.scores.min() > 10 * model.head_.scores.max()
 

@@ -73,6 +73,7 @@ def test_several_targets_are_predicted_together():
     X, target = mixed_table()
     y = np.stack([target, -5 * target + 100], 1)
     model = regressor(max_epochs=40).fit(X, y)
+
     assert model.score(X, y) > 0.5
     assert model.predict_interval(X).shape == (240, 2, 2)
     assert model.predict_quantiles(X).shape == (240, 3, 2)

@@ -55,6 +55,7 @@ class TestSelection:
         frame = pd.DataFrame({"when": days, "noise": self.values[:, 0]})
         target = torch.from_numpy(np.asarray(days.day_of_week, dtype=float))[:, None]
         preprocessing = learn_columns(from_frame(frame), Arguments(max_columns=1), None, target)
+
         assert [column.name for column in preprocessing.numeric] == [
             *("when", "when:month", "when:day", "when:weekday", "when:hour")
         ]

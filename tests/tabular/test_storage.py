@@ -37,6 +37,7 @@ def test_a_regressor_is_the_same_after_save_and_load_with_intervals(tmp_path):
     model, X, _ = fitted("regressor")
     model.save(tmp_path / "model")
     again = EmbeddedEnsembleRegressor.load(tmp_path / "model")
+
     np.testing.assert_array_equal(predictions(again, X), predictions(model, X))
     assert again.history_.equals(model.history_)
     assert again.members_.equals(model.members_)
@@ -127,6 +128,7 @@ def test_a_flipped_bit_is_detected(tmp_path):
             refused += 1
         else:  # the last of many digits of a number
             assert repr(vars(again.run_)) == repr(vars(model.run_))  # NaN is not equal to NaN
+
     assert refused >= places - 3
 
 
@@ -147,6 +149,7 @@ def test_class_weights_keep_the_types_of_their_keys(several, tmp_path):
     model = classifier(class_weight=weights, max_epochs=1).fit(X, y)
     model.save(tmp_path / "model")
     again = load(tmp_path / "model")
+
     assert again.class_weight == weights
     np.testing.assert_array_equal(again.fit(X, y).predict(X), model.predict(X))
 
@@ -182,5 +185,6 @@ class TestOnnx:
         model = regressor("last_layer_dropout", max_epochs=3).fit(X, target)
         _, (mean, std) = self.run(model, X, tmp_path / "model.onnx")
         expected = model.predict(X, return_std=True)
+
         np.testing.assert_allclose(mean[:, 0], expected[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(std[:, 0], expected[1], rtol=1e-5)

@@ -38,6 +38,7 @@ class TestClassHead:
         weights = torch.rand(20, generator=generator)
         one = head.criterion(outputs, head.pack(codes, torch.ones(20), torch.float32))
         other = head.criterion(outputs, head.pack(codes, weights, torch.float32))
+
         torch.testing.assert_close(other, one * weights)
 
     def test_the_constant_prediction_has_the_weighted_frequencies(self):
@@ -45,6 +46,7 @@ class TestClassHead:
         codes = torch.tensor([[0, 1], [1, 1], [1, 0]])
         target = head.pack(codes, torch.tensor([4.0, 1.0, 1.0]), torch.float64)
         first, second = head.probabilities(head.constant_outputs(target))
+
         np.testing.assert_allclose(first[0, 0], np.array([4, 2, 0.5]) / 6.5)
         np.testing.assert_allclose(second[0, 0], [1 / 6, 5 / 6])
 
@@ -89,6 +91,7 @@ def test_the_prior_of_the_factor_matters_for_few_rows_only():
         factors.append(float(head.temperature[0]))
         by_hand = math.sqrt((float((near**2).sum()) + 30) / (rows + 30))
         assert factors[-1] == pytest.approx(by_hand, abs=1e-3)
+
     assert factors[0] > 0.85
     assert factors[1] < 0.3
 

@@ -31,6 +31,7 @@ class TestRegister:
         computed = dual(module).same(q, q, q / 3, None)
         expected = dual(nn.Tanh()).same(4 * q, 4 * q, 4 * q / 3, None)
         factors = (1, 4, 1)  # φ(2z) has variances 4q; G is by c, H has z and not 2z
+
         for x, y, factor in zip(computed, expected, factors, strict=True):
             torch.testing.assert_close(x, factor * y, rtol=1e-10, atol=1e-11)
         assert module.state_dict() == before

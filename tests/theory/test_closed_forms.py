@@ -97,6 +97,7 @@ class TestLargeVariances:
         )
         arguments = number([64.0]), number([32.0]), number([math.sqrt(64.0 * 32.0)])
         computed = all_five_of(dual(Erf()), Shifted(0.7), *arguments)[0]
+
         torch.testing.assert_close(computed, expected, rtol=1e-9, atol=1e-10)
 
     @pytest.mark.parametrize("module", [Erf(), nn.GELU(), Sin(), Cos()], ids=repr)
@@ -106,6 +107,7 @@ class TestLargeVariances:
         q = number([1e-4, 0.0])
         computed = all_five_of(ready, law, q, q, q / 2)
         expected = over_modulations(of, law, 1e-4, 1e-4, 5e-5)
+
         torch.testing.assert_close(computed[0], expected, rtol=1e-8, atol=1e-14)
         assert computed.isfinite().all()
 

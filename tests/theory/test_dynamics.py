@@ -47,6 +47,7 @@ class TestModes:
             *parts, targets(*shape), members, gamma=1.7, settings=FlowSettings(**rates)
         )
         dense = Dense(parts, members, 1.7, **rates)
+
         check_table(flow, t, dense, dense.response(t))
         assert flow.mean(t).shape == (TEST, *shape[1:])
 
@@ -180,6 +181,7 @@ class TestDescent:
         for rate in (1e-2, 1e-3):
             descent = gradient_descent(*parts, targets(TRAIN), 3, gamma=2.0, rate=rate)
             errors.append((descent.mean(round(2 / rate)) - flow.mean(2.0)).abs().max().item())
+
         assert errors[1] < 1e-3
         assert errors[0] / errors[1] == pytest.approx(10, rel=0.1)  # first order in the rate
 
@@ -284,6 +286,7 @@ class TestTrainedEnsembles:
             ).mean()
             for width in (512, 8192)
         )
+
         assert wide < 0.06
         assert wide < 0.5 * narrow
 
@@ -353,6 +356,7 @@ class TestTrainedEnsembles:
                 computed.append(loss.item())
                 loss.backward()
                 optimizer.step()
+
         assert losses[0.8] == sorted(losses[0.8], reverse=True)
         assert losses[1.3] == sorted(losses[1.3])
         assert losses[1.3][-1] > 3 * losses[1.3][0]

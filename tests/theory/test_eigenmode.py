@@ -98,6 +98,7 @@ class TestSingularKernels:
         mean_kernel = [k.ntk(members, 2.0).modes(members)[0] for k in parts[:2]]
         ridge = mean_kernel[0] + jitter * torch.eye(5, dtype=torch.float64)
         close(flow.mean(INF), mean_kernel[1] @ torch.linalg.solve(ridge, y))
+
         assert flow.jitter == jitter
         assert flow.rank == (5, 5)
 
@@ -137,4 +138,5 @@ def test_duplicates_do_not_drift_at_long_times_far_from_the_data():
     flow = gradient_flow(*parts, None, y, members=2)
     with pytest.warns(UserWarning, match="rank"):
         limit = flow.mean(math.inf)
+
     torch.testing.assert_close(flow.mean(1e18), limit, rtol=1e-6, atol=1e-6)

@@ -38,6 +38,7 @@ def test_site_values_make_a_member_of_the_reference():
     ensemble = embens.embed(net, 3, pre=None, post=laws.Normal())
     (site,) = ensemble.spec.sites
     values = site_values(ensemble, site)
+
     assert values.shape == (3, 4)
     torch.testing.assert_close(ensemble.member(1)[2].weight, net[2].weight * values[1])
 

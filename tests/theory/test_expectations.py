@@ -187,6 +187,7 @@ class TestEveryDual:
         q1, q2, c = tensors(*GEOMETRIES)
         double = dual(module).same(q1, q2, c, Ternary())
         single = dual(module).same(q1.float(), q2.float(), c.float(), Ternary())
+
         for low, high in zip(single, double, strict=True):
             assert low.dtype == torch.float32
             torch.testing.assert_close(low.double(), high, rtol=2e-5, atol=2e-6)

@@ -87,6 +87,7 @@ class TestPerceptron:
             ensemble = embens.embed(mlp(width, depth), 4, pre=pre, post=post)
             computed = fluctuation(ensemble, x[None]).item()
             errors.append(abs(computed / exact - 1))
+
         assert errors[1] < 0.75 * errors[0]
 
     @pytest.mark.parametrize(
@@ -117,6 +118,7 @@ class TestPerceptron:
         outputs = kernel.sqrt() * torch.randn(len(kernel), generator=generator)
         kurtosis = outputs.pow(4).mean() / outputs.square().mean() ** 2
         computed = fluctuation(embens.embed(mlp(16, 1), 2, pre=SIGNS, post=SIGNS), x[None])
+
         assert kurtosis.item() == pytest.approx(3 + 3 * computed.item(), abs=0.08)
 
 
@@ -168,6 +170,7 @@ class TestEnsembles:
         layers = [embens.networks.Conv2d(5, 20, 1), nn.ReLU()]
         layers += [nn.Flatten(), embens.networks.Linear(20, 1)]
         ensemble = embens.embed(nn.Sequential(*layers), 4, pre=NORMAL, post=NORMAL)
+
         assert fluctuation(ensemble, points(2)[..., None, None]).tolist() == pytest.approx(
             [53 / 20] * 2
         )

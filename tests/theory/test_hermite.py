@@ -21,6 +21,7 @@ def test_weighted_polynomials_integrate_to_the_coefficients_of_an_exponential():
     t = 0.7
     expected = [math.exp(t**2 / 2) * t**n / math.sqrt(math.factorial(n)) for n in range(32)]
     coefficients = weighted @ torch.exp(t * points)
+
     torch.testing.assert_close(
         coefficients, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-13
     )

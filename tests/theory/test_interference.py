@@ -41,6 +41,7 @@ class TestClosedForms:
         k = theory.kernels(ensemble, x)
         terms = theory.interference_terms(ensemble, x, gamma=4)
         size = k.nngp.same.diagonal()
+
         torch.testing.assert_close(terms["4"], torch.outer(size, size) / 64, rtol=1e-6, atol=0)
         assert not terms["2"].any()
 
@@ -93,6 +94,7 @@ class TestPerceptrons:
         ensemble = ensemble_of(256, 2, pre, post, activation="tanh")
         computed = theory.interference(ensemble, x, gamma=4)
         drawn, error = variance(sampled_tangents(x, 256, 2, torch.tanh, pre, post, draws=2000))
+
         assert ((drawn / computed - 1).abs() < 4 * error + 0.05).all()
 
     def test_error_falls_with_the_width(self):
@@ -103,6 +105,7 @@ class TestPerceptrons:
             draws = sampled_tangents(x, width, 2, torch.relu, SIGNS, SIGNS, draws=20_000)
             drawn, _ = variance(draws)
             errors.append((drawn / computed - 1).item())
+
         assert errors[0] > 0.5  # a narrow network has terms of higher order
         assert abs(errors[1]) < 0.5 * errors[0]
 
@@ -115,6 +118,7 @@ class TestPerceptrons:
         computed = theory.interference(ensemble_of(1024, depth, pre, post), x, gamma=4)
         draws = sampled_tangents(x, 1024, depth, torch.relu, pre, post, draws=16_000)
         drawn, error = variance(draws)
+
         assert ((drawn / computed - 1).abs() < 0.05 + 3 * error).all()
 
 
@@ -179,4 +183,5 @@ def test_images_agree_with_drawn_networks(readout, name):
     computed = theory.interference(ensemble, x, gamma=4)[0, 1]
     draws = drawn_images(32, pre, post, x[0], x[1], draws=2000, readout=readout)
     drawn, error = variance(draws)
+
     assert abs(drawn / computed - 1) < 4 * error + 0.1

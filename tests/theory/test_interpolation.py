@@ -48,6 +48,7 @@ def test_tables_agree_with_the_series(module, law):
     arguments = q[:, None], q, c, law
     series = dual(module)
     table = series.prepare(q.max().item(), law)
+
     for value, expected in zip(table.same(*arguments), series.same(*arguments), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-10)
     for value, expected in zip(table.cross(*arguments), series.cross(*arguments), strict=True):
@@ -86,6 +87,7 @@ def test_tables_can_be_used_after_inference_mode():
     one = torch.ones(1, dtype=torch.float64)
     f, g, _ = prepared.same(one, one, c, None)
     (slope,) = torch.autograd.grad(f.sum(), c)
+
     assert slope.item() == pytest.approx(g.item(), rel=1e-10)
     assert math.isfinite(f.item())
 
@@ -98,4 +100,5 @@ def test_a_function_that_is_odd_up_to_rounding_errors_has_a_table():
         f, _, _ = prepared.same(q, q, q, law)
         expected = smooth.same(q, q, q, law)[0]
         torch.testing.assert_close(f, expected, rtol=1e-9, atol=1e-12)
+
     assert prepared.cross(q, q, q, Normal())[0].abs().max() < 1e-15

@@ -52,6 +52,7 @@ class TestNaturalGamma:
         com, ind = k.ntk_shared, k.ntk_individual.same
         mean = com.same + (members - 1) * com.cross
         left = top(shared * gamma / members * mean + individual * ind)
+
         assert left == pytest.approx(top(shared * com.same + individual * ind), rel=1e-12)
         assert 0 < gamma < members
 
@@ -81,6 +82,7 @@ class TestNaturalGamma:
         k = Kernels(k.nngp, shared, k.ntk_individual)
         gamma = natural_gamma(k, members)
         together = top(flatten(k.ntk(members, gamma).dense(members)))
+
         assert together == pytest.approx(top(shared.same + k.ntk_individual.same), rel=1e-10)
         assert 0 < gamma < members
 
@@ -120,6 +122,7 @@ class TestNaturalGamma:
         start = torch.ones(20, 1, dtype=torch.float64) / math.sqrt(20)
         monkeypatch.setattr(torch, "lobpcg", lambda *_, **__: (torch.ones(1), start))
         value, vector = largest_eigenpair(k)
+
         assert value == pytest.approx(top(k))
         torch.testing.assert_close(k @ vector, value * vector)
 

@@ -38,6 +38,7 @@ def test_without_modulations_it_is_the_ordinary_relu_network(depth, bias):
     net = networks.mlp(5, 7, depth, weight_std=2**0.5, bias_std=bias)
     k = theory.kernels(net, x)
     sigma, theta = ordinary_relu(x, depth, 2.0, bias**2)
+
     torch.testing.assert_close(k.nngp.same, sigma, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(k.ntk_shared.same, theta, rtol=1e-13, atol=1e-14)
     assert not k.ntk_individual.same.any()
@@ -50,6 +51,7 @@ def test_an_ordinary_erf_network_has_williams_kernel():
     d = 1 + 2 * q.diagonal()
     f = 2 / math.pi * (2 * q / (d[:, None] * d).sqrt()).arcsin()
     g = 4 / math.pi / (d[:, None] * d - 4 * q**2).sqrt()
+
     torch.testing.assert_close(k.nngp.same, f, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(k.ntk_shared.same, f + g * q, rtol=1e-13, atol=1e-14)
 
@@ -239,6 +241,7 @@ def test_cross_is_zero_to_the_last_bit_when_the_last_post_law_is_centred(pre, ac
     net = networks.mlp(5, 4, 3, activation=activation)
     post = {"2": laws.Shifted(0.9), "6": laws.Rademacher()}
     k = theory.kernels(embens.embed(net, pre=pre, post=post), points())
+
     assert (k.nngp.cross == 0).all()
     assert (k.ntk_shared.cross == 0).all()
     assert (k.nngp.same.diagonal() > 0).all()
@@ -293,6 +296,7 @@ def test_linear_layers_after_per_member_layers_stay_independent():
 def test_separate_networks_share_nothing():
     net = networks.mlp(5, 4, 2)
     k, plain = theory.kernels(embens.independent(net, 3), points()), theory.kernels(net, points())
+
     assert torch.equal(k.nngp.same, plain.nngp.same)
     assert torch.equal(k.ntk_individual.same, plain.ntk_shared.same)
     for zero in (k.nngp.cross, k.ntk_shared.same, k.ntk_shared.cross, k.ntk_individual.cross):
@@ -305,6 +309,7 @@ def test_kernels_between_two_sets_are_blocks_of_those_of_both():
     whole = theory.kernels(ensemble, x)
     part = theory.kernels(ensemble, x[:5], x[5:])
     block = whole[:5, 5:]
+
     for name, value in expected(part).items():
         torch.testing.assert_close(value, expected(block)[name], rtol=1e-12, atol=1e-14)
 
@@ -355,6 +360,7 @@ def test_float32_is_close_and_stays_float32():
     ensemble = embens.embed(networks.mlp(5, 4, 3), post=laws.Shifted(0.5))
     k = theory.kernels(ensemble, points())
     single = theory.kernels(ensemble, points(), dtype=torch.float32)
+
     assert single.nngp.same.dtype is torch.float32
     torch.testing.assert_close(
         single.ntk_shared.cross.double(), k.ntk_shared.cross, rtol=2e-3, atol=1e-4
@@ -366,6 +372,7 @@ class TestJointLaws:
         net, x = networks.mlp(5, 8, 2), points()
         joint = theory.kernels(embens.embed(net, 4, laws.Correlated(0.0), laws.Disjoint()), x)
         plain = theory.kernels(embens.embed(net, 4, laws.Normal(), laws.Normal()), x)
+
         torch.testing.assert_close(joint.nngp.same, plain.nngp.same)
         torch.testing.assert_close(joint.ntk_shared.cross, plain.ntk_shared.cross)
         torch.testing.assert_close(joint.ntk_individual.same, plain.ntk_individual.same)

@@ -24,6 +24,7 @@ def test_units_are_divided_by_the_root_of_their_variance(norm):
     q = 9 * x @ x.T / 5
     factor = (q.diagonal() + 0.5).rsqrt()
     nngp = q * factor[:, None] * factor
+
     torch.testing.assert_close(k.nngp.same, nngp, rtol=1e-13, atol=0)
     torch.testing.assert_close(k.ntk_shared.same, 2 * nngp, rtol=1e-13, atol=0)
 

@@ -29,6 +29,7 @@ def test_the_layout_without_pixel_pairs_gives_the_same_as_with_them():
     options = {"pre": laws.Shifted(0.3), "post": laws.Shifted(0.6)}
     k = expected(theory.kernels(embens.embed(net, **options), x))
     pairs = expected(theory.kernels(embens.embed(forced, **options), x))
+
     for name, value in k.items():
         torch.testing.assert_close(value, pairs[name], rtol=1e-12, atol=1e-14)
 
@@ -53,6 +54,7 @@ def test_shapes_and_borders_of_convolutions_are_torchs(conv):
         _padded(x, conv), conv.kernel_size, stride=conv.stride
     )  # (n, channels · window, pixels)
     expected_same = torch.einsum("icp,jcp->ij", columns, columns) / columns.shape[1] / pixels
+
     torch.testing.assert_close(k.nngp.same, expected_same)
 
 
@@ -86,4 +88,5 @@ def test_any_average_pooling_is_torchs(module):
     pixels = torch.einsum("icp,jcq->ijpq", x.flatten(2), x.flatten(2)) / 2
     both = module(pixels.reshape(-1, 1, 5, 5)).flatten(1).reshape(2, 2, 25, pooled)
     both = module(both.movedim(2, 3).reshape(-1, 1, 5, 5)).reshape(2, 2, pooled, pooled)
+
     torch.testing.assert_close(k.nngp.same, both.diagonal(dim1=2, dim2=3).mean(-1))

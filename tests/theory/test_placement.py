@@ -19,6 +19,7 @@ def test_modulations_are_found_at_the_layers_of_their_sites():
         networks.mlp(5, 4, 2), 3, pre={"0": laws.Normal()}, post={"4": laws.Shifted(0.5)}
     )
     by_layer = placements(ensemble)
+
     assert set(by_layer) == {"0", "4"}
     assert by_layer["0"].pre.law == laws.Normal()
     assert by_layer["0"].post is None

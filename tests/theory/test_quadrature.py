@@ -43,6 +43,7 @@ class TestAccuracy:
         q = number([1e-5, 1e-6])
         f, g, h = of.same(q, q, q / 2, None)
         fourth = q * q + 2 * (q / 2) ** 2  # E[z1² z2²]
+
         torch.testing.assert_close(f, q / 8 + fourth / 16, rtol=1e-9, atol=0)
         torch.testing.assert_close(g, 0.25 + q / 8, rtol=1e-9, atol=0)
         torch.testing.assert_close(h, q / 8 + fourth / 4, rtol=1e-9, atol=0)
@@ -77,6 +78,7 @@ class TestAccuracy:
         table = Smooth(dual(module).function, "wave").prepare(6.0, Normal())
         computed = all_five_of(table, Normal(), q1, q2, c)
         expected = all_five_of(dual(module), Normal(), q1, q2, c)
+
         torch.testing.assert_close(computed, expected, rtol=1e-8, atol=1e-8)
 
     def test_is_the_same_in_blocks(self):
@@ -86,6 +88,7 @@ class TestAccuracy:
         of = dual(nn.Tanh()).prepare(q.max().item(), None)
         whole = of.same(q[:, None], q[None], c, None)
         part = of.same(q[37:41, None], q[None, 5:50], c[37:41, 5:50], None)
+
         for whole_kernel, block in zip(whole, part, strict=True):
             torch.testing.assert_close(whole_kernel[37:41, 5:50], block, rtol=1e-13, atol=1e-14)
 

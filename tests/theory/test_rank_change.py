@@ -68,6 +68,7 @@ def test_additive_members_begin_as_the_plain_network():
     net = perceptron(8, bias_std=0.3)
     k = theory.kernels(embens.low_rank(net, 3, 2, "additive", sites=["2", "4", "6"]), X)
     plain = theory.kernels(net, X)
+
     assert torch.equal(k.nngp.same, plain.nngp.same)
     assert torch.equal(k.nngp.cross, plain.nngp.same)
     assert torch.equal(k.ntk_shared.cross, plain.ntk_shared.same)

@@ -25,6 +25,7 @@ def test_layers_without_activation_between_are_a_deep_linear_network():
     law = laws.Shifted(0.6)
     k = theory.kernels(embens.embed(net, pre=law, post=law), points())
     q = points() @ points().T / 5
+
     torch.testing.assert_close(k.nngp.same, q)
     torch.testing.assert_close(k.nngp.cross, q * 0.6**8)
     torch.testing.assert_close(k.ntk_individual.same, 4 * q)
@@ -145,6 +146,7 @@ def test_a_refusal_names_what_the_user_wrote_and_what_to_do(name):
         if "activation" not in name:
             assert "register_activation" not in str(refused.value)
     reason = theory.regime(ensemble, None if embedding else x).reason
+
     assert embedding or re.search(message, reason)
 
 
@@ -202,6 +204,7 @@ def test_frozen_weights_have_no_tangents():
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     k = theory.kernels(embens.embed(net), points())
+
     assert (k.ntk_shared.same == 0).all()
     assert (k.ntk_individual.same.diagonal() > 0).all()
 
@@ -313,6 +316,7 @@ def test_an_ordinary_network_agrees_with_sums_over_pixel_pairs(readout, stride):
     )  # fmt: skip
     k = theory.kernels(net, x)
     nngp, ntk = by_hand(x, readout, stride)
+
     torch.testing.assert_close(k.nngp.same, nngp, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(k.ntk_shared.same, ntk, rtol=1e-7, atol=1e-9)
 
@@ -358,6 +362,7 @@ def test_images_can_be_flattened_at_once():
     plain = theory.kernels(
         embens.embed(networks.mlp(32, 4, 2), post=laws.Shifted(0.5)), x.flatten(1)
     )
+
     for name, value in expected(k).items():
         assert torch.equal(value, expected(plain)[name])
 
@@ -388,6 +393,7 @@ def test_input_modulations_of_channels_are_conditional():
     u = site_values(ensemble, ensemble.spec.sites[0])
     joint = torch.cat([x * row[:, None, None] for row in u])
     reference = theory.kernels(net, joint)
+
     torch.testing.assert_close(k.nngp.cross[0, 1], reference.nngp.same[:2, 2:])
     torch.testing.assert_close(k.ntk_shared.same[1], reference.ntk_shared.same[2:, 2:])
 
@@ -431,4 +437,5 @@ def test_the_papers_network_has_the_ratios_of_its_widths():
         Conv2d(4, 8, 3, padding=1, weight_std=stds[1]), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
         nn.Flatten(), Linear(8, 6, weight_std=stds[2]),
     )  # fmt: skip
+
     torch.testing.assert_close(k.nngp.same, theory.kernels(same, images()).nngp.same)

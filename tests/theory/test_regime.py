@@ -97,6 +97,7 @@ class TestExactRegime:
             assert report == Regime.INDEPENDENT
             assert "every member has separate last layers" in report.reason
         report = regime(embens.embed(mlp(), 4, None, None, own="last", own_weights="copied"))
+
         assert (report, report.coupling) == (Regime.COLLECTIVE, 1)
         assert "so members are one model" in report.reason
 
@@ -145,6 +146,7 @@ class TestExactRegime:
             mlp(), 4, pre=pre, post=None, sites="all", generator=torch.Generator().manual_seed(0)
         )
         report = regime(ensemble)
+
         assert report == Regime.COLLECTIVE
         assert report.coupling == pytest.approx(1)  # every pair is proportional
 
@@ -228,6 +230,7 @@ class TestRegimeFromLaws:
         )
         post = {"3": laws.Normal(), "5": laws.Shifted(0.5)}
         report = regime(embens.embed(net, 4, pre=None, post=post))
+
         assert report == Regime.COLLECTIVE
         assert report.coupling == pytest.approx(0.25)
         assert regime(embens.embed(net, 4, post=None)) == Regime.COLLECTIVE

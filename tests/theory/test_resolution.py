@@ -23,6 +23,7 @@ def test_parts_keep_all_nodes_and_bound_the_memory():
     resolution = Smooth(torch.tanh, "tanh").resolve(1.0, laws.Normal())
     roots = 2**14
     parts = list(resolution.parts(roots, torch.device("cpu")))
+
     assert torch.equal(torch.cat([nodes.sizes for nodes, _ in parts]), resolution.sizes)
     for nodes, terms in parts:
         assert isinstance(nodes, LawNodes)

@@ -36,4 +36,5 @@ def test_tabulated_sums_are_interpolated():
     constant = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)  # the same at all roots
     rho = torch.tensor([-0.9, 0.1, 0.77], dtype=torch.float64)
     values = evaluate(sums.g, constant, constant, axis.to_unit(rho))
+
     torch.testing.assert_close(values, 1 / (1 - rho / 2), rtol=1e-13, atol=0)

@@ -32,6 +32,7 @@ def test_patches_become_tokens():
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), Linear(4, 1),
     )  # fmt: skip
     ours, theirs = theory.kernels(net, images()), theory.kernels(chain, images())
+
     torch.testing.assert_close(ours.ntk_shared.same, theirs.ntk_shared.same, rtol=1e-12, atol=0)
 
 

@@ -20,6 +20,7 @@ def test_layers_have_their_activations_and_modulations():
     net = embens.networks.mlp(5, 8, 2, activation="tanh").double()
     ensemble = embens.embed(net, 3, pre=SIGNS, post=NORMAL)
     chain = InterferingChain.of(Limit(ensemble, points()))
+
     assert [layer.name for layer in chain.layers] == ["0", "2", "4"]
     assert [layer.width for layer in chain.hidden] == [8, 8]
     assert all(isinstance(layer.activation, nn.Tanh) for layer in chain.hidden)

@@ -133,6 +133,7 @@ def test_tensors_and_data_sets_give_the_same_batches(start):
     x, y = problem.data()
     whole = list(batches_of((x, y), 7, seed=3).epoch(2, start))
     single = list(batches_of(problem.Pairs(x, y), 7, seed=3).epoch(2, start))
+
     assert len(whole) == len(single) == 9 - start
     for first, second in zip(whole, single, strict=True):
         assert torch.equal(first.inputs[0], second.inputs[0])
@@ -382,6 +383,7 @@ def test_small_data_have_the_same_batches_as_large_data(start, monkeypatch):
     small = list(batches_of(data, 5, **options).epoch(1, start))
     monkeypatch.setattr("embens.training.batches.SMALL_DATA", 0)
     large = list(batches_of(data, 5, **options).epoch(1, start))
+
     assert len(small) == 5 - start
     for first, second in zip(small, large, strict=True):
         assert (first.rows, first.total) == (second.rows, second.total)

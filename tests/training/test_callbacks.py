@@ -157,6 +157,7 @@ def test_statistics_of_norm_layers_are_copied():
         ensemble = embens.batch_ensemble(reference, 2, generator=generator)
         fit(ensemble, problem.data(), epochs=2, batch_size=20, callbacks=callbacks)
         buffers.append(list(ensemble.buffers()))
+
     for plain, averaged in zip(*buffers, strict=True):
         torch.testing.assert_close(plain, averaged)
 
@@ -195,6 +196,7 @@ def test_a_run_of_many_time_limits_equals_an_uninterrupted_one(tmp_path):
         history = fit(again, problem.data(), **settings, callbacks=callbacks)
         if history.stopped == "epochs":
             break
+
     assert (history.stopped, len(history.epochs)) == ("epochs", len(expected.epochs))
     problem.assert_equal(problem.weights(again), problem.weights(whole))
 

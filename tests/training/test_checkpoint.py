@@ -265,6 +265,7 @@ def test_a_finished_run_is_not_repeated(tmp_path):
     expected = fit(first, *data, **SETTINGS, callbacks=[Checkpoint(tmp_path)])
     callbacks = [Checkpoint(tmp_path), Interrupt(0)]
     history = fit(second, *data, **SETTINGS, callbacks=callbacks)
+
     problem.assert_equal(problem.weights(first), problem.weights(second))
     assert history == expected
 
@@ -276,6 +277,7 @@ def test_two_files_are_kept_and_leftovers_removed(tmp_path):
     (tmp_path / "notes.txt").write_text("of the user")
     fit(make(), problem.data(), **SETTINGS, callbacks=[Checkpoint(tmp_path, every=5)])
     names = sorted(path.name for path in tmp_path.iterdir())
+
     assert names == ["notes.txt", "step-0000000010.safetensors", "step-0000000012.safetensors"]
 
 
@@ -309,6 +311,7 @@ def test_a_damaged_file_is_refused_and_the_one_before_is_used(damage, tmp_path):
     message = f"refused: {last.name} (is damaged|is not a whole|can't be read)"
     with pytest.warns(UserWarning, match=message):
         fit(again, problem.data(), **SETTINGS, callbacks=[Checkpoint(tmp_path, every=3)])
+
     problem.assert_equal(problem.weights(again), uninterrupted())
 
 
@@ -318,6 +321,7 @@ def test_a_refused_file_is_set_aside_and_not_overwritten(tmp_path):
     with pytest.warns(UserWarning, match="checkpoint refused"):
         fit(make(), problem.data(), **SETTINGS, callbacks=[Checkpoint(tmp_path, every=3)])
     aside = tmp_path / "step-0000000003.safetensors.refused-1"
+
     assert aside.read_text() == "notes of the user"
 
 
@@ -327,6 +331,7 @@ def test_folders_and_broken_links_with_names_of_checkpoints_are_not_read(tmp_pat
     link.symlink_to(tmp_path / "nowhere")
     ensemble = make()
     fit(ensemble, problem.data(), **SETTINGS, callbacks=[Checkpoint(tmp_path)])
+
     problem.assert_equal(problem.weights(ensemble), uninterrupted())
     assert folder.is_dir()
     assert link.is_symlink()
@@ -398,6 +403,7 @@ def test_a_checkpoint_of_an_ensemble_with_another_law_raises(tmp_path):
     ]
     options = {"train": problem.data(), **SETTINGS, "gamma": 1.0}
     fit(first, **options, callbacks=[Checkpoint(tmp_path)])
+
     for other in others:
         with pytest.raises(ValueError, match="is of a different run"):
             fit(other, **options, callbacks=[Checkpoint(tmp_path)])
@@ -572,6 +578,7 @@ def test_an_extended_run_with_a_constant_rate_equals_one_long_run(tmp_path):
     fit(whole, epochs=4, **options)
     fit(make(), epochs=2, callbacks=[Checkpoint(tmp_path)], **options)
     fit(parts, epochs=4, callbacks=[Checkpoint(tmp_path)], **options)
+
     problem.assert_equal(problem.weights(parts), problem.weights(whole))
 
 

@@ -68,6 +68,7 @@ def test_equal_members_are_clipped_like_a_single_one(trainable):
     one = train(1, trainable, [ClipGradients(0.1)])
     eight = train(8, trainable, [ClipGradients(0.1)])
     free = train(1, trainable)
+
     for name in one:
         torch.testing.assert_close(one[name], eight[name])
     assert any((one[name] - free[name]).abs().max() > 0.01 for name in one)
@@ -94,6 +95,7 @@ def test_the_gamma_of_fit_is_used_unless_the_callback_has_one():
         ensemble = problem.ensemble()
         fit(ensemble, problem.data(), epochs=1, batch_size=16, **options)
         weights.append(problem.weights(ensemble))
+
     problem.assert_equal(weights[0], weights[1])
     with pytest.raises(AssertionError):
         problem.assert_equal(weights[0], weights[2])

@@ -43,6 +43,7 @@ def test_training_on_features_equals_training_on_inputs(kind):
     options = {"epochs": 5, "lr": 0.1, "batch_size": 60}
     history = fit(plain, data, **options)
     again = fit(cached, data, callbacks=[CacheFeatures()], **options)
+
     for name, tensor in problem.weights(plain).items():
         torch.testing.assert_close(cached.state_dict()[name], tensor)
     assert again.epochs[-1]["nll"] == pytest.approx(history.epochs[-1]["nll"], rel=1e-4)
@@ -56,6 +57,7 @@ def test_the_trunk_is_unchanged_and_the_best_epoch_is_kept(tmp_path):
     callbacks = [CacheFeatures(), KeepBest("nll"), Checkpoint(tmp_path)]
     history = fit(ensemble, (X, Y), (X, Y), epochs=4, lr=0.1, callbacks=callbacks)
     best = history.epochs[history.best_epoch - 1]
+
     assert embens.evaluate(ensemble, (X, Y))["nll"] == pytest.approx(best["validation_nll"])
     for name, tensor in ensemble.reference.state_dict().items():
         assert torch.equal(tensor, before[name]), name

@@ -30,6 +30,7 @@ def test_a_plain_loop_of_twenty_lines_trains_an_ensemble():
             torch.nn.utils.clip_grad_norm_(ensemble.parameters(), 5.0)
             optimizer.step()
         scheduler.step()
+
     assert metrics.ensemble_accuracy(ensemble(x), y) > 0.9
 
 

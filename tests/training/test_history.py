@@ -106,6 +106,7 @@ def test_predicted_variances_have_a_log_loss():
     options = {"criterion": embens.gaussian_nll, "callbacks": [KeepLast()]}
     last = fit(ensemble, data, data, epochs=2, **options).epochs[-1]
     scores = embens.evaluate(ensemble, data, task="gaussian")
+
     assert last["validation_rmse"] == pytest.approx(scores["rmse"])
     assert last["validation_nll"] == pytest.approx(scores["nll"])
 

@@ -48,6 +48,7 @@ def test_one_table_serves_several_runs_and_a_foreign_file_is_kept(tmp_path):
         assert [row["epoch"] for row in rows_of(table.path)] == ["1", "2", "3", "4"]
     other = tmp_path / "data.csv"
     other.write_text("a,b\n1,2\n")
+
     with pytest.raises(ValueError, match="other columns"):
         fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(other)])
     assert other.read_text() == "a,b\n1,2\n"
@@ -60,6 +61,7 @@ def test_a_file_that_no_run_wrote_is_kept(rows, tmp_path):
         fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(path)])
         rows = path.read_bytes() + rows
     path.write_bytes(rows)
+
     with pytest.raises(ValueError, match="of this run"):
         fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(path)])
     assert path.read_bytes() == rows

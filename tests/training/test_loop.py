@@ -59,6 +59,7 @@ def test_fit_is_the_plain_loop():
     groups = expected.parameter_groups(lr=0.05, gamma=2)
     optimizer = torch.optim.SGD(groups, momentum=0.9, fused=True)
     bare_loop(expected, optimizer, x, y, epochs=4, batch_size=16)
+
     problem.assert_equal(problem.weights(fitted), problem.weights(expected))
 
 
@@ -104,6 +105,7 @@ def test_every_family_is_trained_by_the_same_call(family):
     ensemble = family(problem.reference())
     history = fit(ensemble, problem.data(), epochs=15, batch_size=16, lr=0.05)
     losses = [row["loss"] for row in history.epochs]
+
     assert losses[-1] < 0.7 * losses[0]
     assert history.epochs[-1]["ensemble_accuracy"] > 0.8
     assert len(history.members) == 15 * ensemble.members
@@ -134,6 +136,7 @@ def test_the_mode_of_every_module_is_restored():
     next(iter(ensemble.children())).train()
     modes = [m.training for m in ensemble.modules()]
     fit(ensemble, problem.data(), problem.data(20, 5), epochs=1)
+
     assert [m.training for m in ensemble.modules()] == modes
 
 
@@ -322,6 +325,7 @@ def test_the_default_criterion_is_chosen_once():
     loader = DataLoader(TensorDataset(x, y), 4)
     history = fit(first, loader, epochs=2)
     expected = fit(second, loader, epochs=2, criterion=F.cross_entropy)
+
     assert history.epochs[-1]["loss"] == pytest.approx(expected.epochs[-1]["loss"])
     problem.assert_equal(problem.weights(first), problem.weights(second))
 

@@ -42,6 +42,7 @@ def test_a_backward_pass_in_chunks_gives_the_same_weights_and_history():
     settings = {"epochs": 2, "batch_size": 16}
     first = fit(whole, problem.data(), **settings)
     second = fit(chunked, problem.data(), **settings, callbacks=[Objective(chunk=2)])
+
     assert_close(whole, chunked)
     for a, b in zip(first.members, second.members, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -54,6 +55,7 @@ def test_chunks_choose_the_default_criterion_for_regression():
     settings = {"epochs": 2, "batch_size": 16}
     fit(whole, (x, x.sum(1)), **settings)
     fit(chunked, (x, x.sum(1)), **settings, callbacks=[Objective(chunk=2)])
+
     assert_close(whole, chunked)
 
 
@@ -66,6 +68,7 @@ def test_joint_objectives_are_trained(of):
         ensemble, target = problem.ensemble(), y
     options = {"epochs": 10, "batch_size": 16, "lr": 0.05, "callbacks": [Objective(of=of)]}
     history = fit(ensemble, (x, target), **options)
+
     assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
 
 
@@ -76,6 +79,7 @@ def test_accumulated_batches_equal_one_larger_batch(chunked):
     first = fit(whole, problem.data(), epochs=3, batch_size=21, callbacks=chunked)
     callbacks = [*chunked, Accumulate(3)]
     second = fit(parts, problem.data(), epochs=3, batch_size=7, callbacks=callbacks)
+
     assert_close(whole, parts)
     assert second.epochs[-1]["loss"] == pytest.approx(first.epochs[-1]["loss"], rel=1e-4)
 
@@ -167,6 +171,7 @@ def test_the_best_epoch_of_a_named_metric_is_that_of_evaluate(metric):
     history = fit(ensemble, problem.data(), validation, epochs=4, callbacks=[KeepBest(metric)])
     values = [row["metric"] for row in history.epochs]
     best = max(values) if metric == "accuracy" else min(values)
+
     assert values[history.best_epoch - 1] == best
     assert embens.evaluate(ensemble, validation)[metric] == pytest.approx(best, rel=1e-5)
 
@@ -176,6 +181,7 @@ def test_the_metrics_of_a_regression_have_names():
     data = (x, x.sum(1))
     history = fit(problem.ensemble(outputs=1), data, data, epochs=3, callbacks=[KeepBest("rmse")])
     row = history.epochs[history.best_epoch - 1]
+
     assert row["metric"] == row["validation_rmse"]
     for metric in ("nll", "accuracy", "brier", "ece"):
         with pytest.raises(ValueError, match=f"{metric}' is not defined .* history has loss, rmse"):
@@ -233,6 +239,7 @@ def test_the_schedule_is_constant_then_linear():
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
+
     assert rates[:501] == [0.01] * 501
     assert rates[750] == pytest.approx((0.01 + 1e-4) / 2)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
@@ -258,6 +265,7 @@ def test_patience_stops_and_the_best_weights_are_kept():
     ensemble = problem.ensemble()
     callbacks = [EarlyStopping(2, metric, maximise=True)]
     history = fit(ensemble, train, validation, epochs=6, lr=0.05, callbacks=callbacks)
+
     assert history.stopped == "patience"
     assert history.best_epoch == 2
     assert [row["metric"] for row in history.epochs] == [0.3, 0.7, 0.7, 0.1]
@@ -270,6 +278,7 @@ def test_the_last_weights_can_be_kept():
     ensemble = problem.ensemble()
     callbacks = [KeepBest(metric, maximise=False), KeepLast()]
     history = fit(ensemble, train, validation, epochs=6, callbacks=callbacks)
+
     assert (history.stopped, history.best_epoch) == ("epochs", 4)
     torch.testing.assert_close(ensemble(validation[0]), seen[5])
 

@@ -91,6 +91,7 @@ def test_broken_rows_are_named_before_a_step(data, message, where):
     ensemble = problem.ensemble()
     before = problem.weights(ensemble)
     arguments = {"train": (x, y), "validation": None} | {where: data}
+
     with pytest.raises(ValueError, match=f"{where}: {message}"):
         fit(ensemble, **arguments, epochs=2, batch_size=16)
     problem.assert_equal(before, problem.weights(ensemble))
@@ -157,6 +158,7 @@ def test_a_last_batch_that_is_too_small_for_batch_norm_raises_before_a_step(
     ensemble = embens.batch_ensemble(net, 3)
     before = problem.weights(ensemble)
     options = {"epochs": 1, "batch_size": batch_size, "callbacks": callbacks}
+
     with pytest.raises(ValueError, match=r"train: the last of .* BatchNorm.*drop_last=True"):
         fit(ensemble, (x[:rows], y[:rows]), **options)
     problem.assert_equal(before, problem.weights(ensemble))
@@ -182,6 +184,7 @@ def test_the_total_cross_entropy_is_the_sum_over_members(classes):
     target = torch.randint(classes, (10,), generator=generator)
     target[0] = -100
     loss, log_probabilities = total_cross_entropy(outputs, target)
+
     torch.testing.assert_close(loss, member_losses(outputs, target).sum())
     torch.testing.assert_close(log_probabilities, outputs.log_softmax(-1).movedim(2, 1))
 

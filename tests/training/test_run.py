@@ -41,6 +41,7 @@ def test_a_rate_that_is_far_too_high_leaves_finite_weights_and_no_checkpoint(tmp
     ensemble = problem.ensemble()
     before = problem.weights(ensemble)
     options = {"epochs": 3, "lr": 1e12, "batch_size": 16, "callbacks": [Checkpoint(tmp_path)]}
+
     with pytest.raises(Divergence, match="diverged in epoch 1"):
         fit(ensemble, problem.data(), **options)
     problem.assert_equal(problem.weights(ensemble), before)
@@ -87,6 +88,7 @@ def test_a_callback_can_stop_the_run_within_an_epoch():
     recorder = problem.Recorder()
     callbacks = [StopAfter(6), recorder]
     history = fit(problem.ensemble(), problem.data(), epochs=9, batch_size=16, callbacks=callbacks)
+
     assert history.stopped == "enough"
     assert len(history.epochs) == 2
     assert recorder.steps[-1] == (1, 2, 6)

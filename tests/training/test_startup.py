@@ -17,6 +17,7 @@ from embens.training.startup import can_fuse
 def test_an_optimizer_excludes_lr_and_gamma_and_needs_parameters_of_the_ensemble():
     ensemble, other = problem.ensemble(), problem.ensemble()
     optimizer = torch.optim.SGD(ensemble.parameter_groups())
+
     for options in ({"lr": 0.1}, {"gamma": 1}):
         with pytest.raises(ValueError, match="leave out lr= and gamma="):
             fit(ensemble, problem.data(), epochs=1, optimizer=optimizer, **options)

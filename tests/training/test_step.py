@@ -35,6 +35,7 @@ def test_a_step_is_that_of_a_loop_written_by_hand():
     order = torch.arange(len(x))
     embens.objective(expected(x[order]), y[order]).backward()
     optimizer.step()
+
     for actual, weight in zip(trained.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(actual, weight)
 
@@ -44,6 +45,7 @@ def test_accumulated_batches_make_the_step_of_one_large_batch():
     options = {"epochs": 2, "lr": 0.1}
     fit(whole, problem.data(), batch_size=60, callbacks=[KeepLast()], **options)
     fit(parts, problem.data(), batch_size=20, callbacks=[Accumulate(3), KeepLast()], **options)
+
     # Sample orders differ, but each step sees all rows.
     for actual, weight in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(actual, weight)
@@ -55,6 +57,7 @@ def test_a_batch_without_labels_changes_no_weight():
     before = problem.weights(ensemble)
     optimizer = torch.optim.SGD(ensemble.parameter_groups(weight_decay=0.0))
     history = fit(ensemble, (x, torch.full_like(y, -100)), epochs=1, optimizer=optimizer)
+
     problem.assert_equal(problem.weights(ensemble), before)
     assert history.epochs[-1]["loss"] == 0
 

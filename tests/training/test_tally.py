@@ -62,6 +62,7 @@ def test_ignored_labels_are_not_counted():
     tally = Tally(4)
     tally.add(classified(torch.zeros(4), outputs, ignored, 50))
     expected = metrics.member_accuracy(outputs[:, 20:], target[20:]).tolist()
+
     assert tally.summary()["member_accuracy"] == pytest.approx(expected)
 
 
@@ -88,6 +89,7 @@ def test_the_log_loss_is_that_of_the_mean_probability():
     for rows in torch.arange(50).split(15):
         tally.add(classified(torch.zeros(4), outputs[:, rows], target[rows], len(rows)))
     expected = metrics.nll(outputs[:, 20:], target[20:]).item()
+
     assert tally.summary()["nll"] == pytest.approx(expected)
 
 
@@ -103,6 +105,7 @@ def test_losses_that_are_left_out_are_cross_entropies_of_the_outputs(ignored):
         complete.add(classified(losses, outputs, target, rows))
         deferred.add(classified(None, outputs, target, rows))
     expected = complete.summary()
+
     for name, value in deferred.summary().items():
         assert value == pytest.approx(expected[name], rel=1e-6)
 
@@ -117,6 +120,7 @@ def test_sums_do_not_depend_on_when_they_are_counted():
         for tally in (late, early):
             tally.add(classified(None, outputs, target, 20))
         early.flush()
+
     assert late.summary() == early.summary()
 
 
@@ -126,6 +130,7 @@ def test_batches_with_and_without_losses_can_be_mixed():
     tally.add(classified(torch.tensor([1.0, 5.0]), outputs, torch.tensor([0, 1, 1]), 3))
     tally.add(classified(None, outputs, torch.tensor([0, 1, 1]), 3))
     expected = [(1 + math.log(2)) / 2, (5 + math.log(2)) / 2]
+
     assert tally.summary()["member_loss"] == pytest.approx(expected, rel=1e-6)
 
 
@@ -166,6 +171,7 @@ def test_log_probabilities_of_the_loss_change_no_metric(scale):
     log_probabilities = outputs.movedim(2, 1).log_softmax(1)
     reused.add(classified(None, outputs, target, 50, log_probabilities))
     summary = reused.summary()
+
     assert summary == plain.summary()
     assert summary["member_accuracy"] == pytest.approx(
         metrics.member_accuracy(outputs, target).tolist()

@@ -123,6 +123,7 @@ def test_a_batch_without_weight_has_no_gradient():
     target = WeightedTarget(torch.tensor([0, 1, 1]), torch.zeros(3))
     loss = weighted(F.cross_entropy)(outputs, target)
     loss.backward()
+
     assert loss == 0
     assert not outputs.grad.any()
 
@@ -133,6 +134,7 @@ def test_positions_of_a_row_share_its_weight():
     losses = [F.cross_entropy(o[None], t[None]) for o, t in zip(outputs, target, strict=True)]
     expected = (3 * losses[0] + losses[1]) / 4
     actual = weighted(F.cross_entropy)(outputs, WeightedTarget(target, weight))
+
     torch.testing.assert_close(actual, expected)
 
 

@@ -40,6 +40,7 @@ def test_without_a_shift_images_are_flipped_only():
     changed = flip_and_shift(IMAGES, 0)
     is_same = (changed == IMAGES).flatten(1).all(1)
     is_flipped = (changed == IMAGES.flip(-1)).flatten(1).all(1)
+
     assert (is_same ^ is_flipped).all()
     assert 60 < is_same.sum() < 140
 

@@ -280,6 +280,7 @@ def archive(path, members):
 def test_an_archive_becomes_a_folder_of_the_files_wanted(tmp_path):
     members = {"set/a": b"1", "set/b": b"2", "set/c": b"3"}
     unpack(archive(tmp_path / "x.tar.gz", members), tmp_path / "set", ("a", "b"))
+
     assert {path.name: path.read_bytes() for path in (tmp_path / "set").iterdir()} == {
         "a": b"1",
         "b": b"2",
@@ -299,6 +300,7 @@ def test_paths_that_lead_out_of_an_archive_are_not_followed(tmp_path):
         "set/a": b"1",
     }
     unpack(archive(inside / "x.tar.gz", members), inside / "set", ["a"])
+
     assert not outside.exists()
     assert [path.name for path in (inside / "set").iterdir()] == ["a"]
 
@@ -315,6 +317,7 @@ def test_a_broken_archive_leaves_nothing_behind(tmp_path, spoil):
     noise = b"".join(hashlib.md5(bytes([i])).digest() for i in range(256)) * 9
     path = archive(tmp_path / "x.tar.gz", {"set/a": noise})
     path.write_bytes(spoil(path.read_bytes()))
+
     with pytest.raises(ValueError, match=r"is not a complete tar.gz archive: .* Delete it"):
         unpack(path, tmp_path / "set", ["a"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.tar.gz"]

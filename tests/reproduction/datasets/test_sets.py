@@ -107,6 +107,7 @@ def test_flat_inputs_are_standardised_by_feature_and_constant_ones_only_shifted(
     inputs[:, 1] = 0.3
     part = Part(inputs, torch.zeros(20, dtype=torch.int64))
     standard = DataSet(part, None, part, classes=1, name="table").standardise().train.inputs
+
     torch.testing.assert_close(standard.mean(0), torch.zeros(3), atol=1e-6, rtol=0)
     torch.testing.assert_close(standard.std(0, correction=0), torch.tensor([1.0, 0.0, 1.0]))
 
@@ -115,6 +116,7 @@ def test_downsampling_averages_over_areas():
     images = noise()
     small = images.downsample(4)
     expected = images.test.inputs.unfold(2, 2, 2).unfold(3, 2, 2).mean((4, 5))
+
     torch.testing.assert_close(small.test.inputs, expected)
     assert small.train.inputs.shape == (30, 3, 4, 4)
     torch.testing.assert_close(small.train.inputs.mean(), images.train.inputs.mean())
@@ -371,6 +373,7 @@ def test_the_cache_folder_is_the_platforms_unless_chosen(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(Path, "home", lambda: Path("home"))
+
     assert data.cache_folder() == Path(expected)
 
 

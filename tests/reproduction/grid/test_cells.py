@@ -70,6 +70,7 @@ def test_members_are_drawn_with_the_generator_that_drew_the_reference():
     network, generator = cell_of(2.0, 2, seed=5).build_reference()
     expected_generator = torch.Generator().manual_seed(5)
     expected = build_reference(QUICK, 2.0, generator=expected_generator)
+
     for parameter, other in zip(network.parameters(), expected.parameters(), strict=True):
         assert torch.equal(parameter, other)
     assert torch.equal(generator.get_state(), expected_generator.get_state())

@@ -75,6 +75,7 @@ def test_records_of_the_table_are_those_of_the_run_to_six_digits(tmp_path):
     folder = tmp_path / "transition" / "quick"
     expected = publish(folder, select([1, 2], seeds=(0, 3))).records
     records = open_published(folder).records
+
     assert records.keys() == expected.keys()
     for key, record in expected.items():
         assert records[key]["cell"] == record["cell"]
@@ -111,6 +112,7 @@ def test_a_table_without_its_identity_is_not_used(published_folder, tmp_path):
     for name in ("codes", "cell_setting", "sha256"):
         del manifest[name]
     path.write_text(json.dumps(seal(manifest)))
+
     assert published_records(folder, "transition", problem.SETTING) == []
     assert published_records(tmp_path, "transition", problem.SETTING) == []
 

@@ -72,6 +72,7 @@ def test_a_cell_that_kills_its_workers_fails_and_others_go_on():
     killer.start()
     (lost, failed), (second, good) = local(cells, workers=1)
     killer.join()
+
     assert [lost, second] == cells
     assert "the worker died with exit code -9, 2 times" in failed["error"]
     assert "error" not in good

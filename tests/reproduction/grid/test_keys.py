@@ -29,6 +29,7 @@ def test_the_key_is_of_everything_in_the_cell():
             replace(cell, setting=replace(cell.setting, records="abc")),
         )
     }
+
     assert len(keys) == 8
     assert key_of(cell) == key_of(replace(cell))
 

@@ -66,6 +66,7 @@ def test_a_device_that_is_really_full_raises(tmp_path):
     (tmp_path / "results.jsonl").symlink_to("/dev/full")
     results = Results.__new__(Results)
     results.__dict__.update(folder=tmp_path, path=tmp_path / "results.jsonl", records={})
+
     with pytest.raises(OSError, match="No space left"):
         results.add(record("a"))
     assert results.records == {}
@@ -103,6 +104,7 @@ def test_a_line_that_does_not_fit_is_skipped_and_the_next_one_is_whole(tmp_path)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     results.add(record("c"))
+
     assert set(Results(tmp_path).records) == {"a", "c"}
 
 
@@ -115,6 +117,7 @@ def test_the_table_contains_results_of_the_present_code(tmp_path):
     results = Results(tmp_path)
     results.add({**next(iter(results.records.values())), "key": "old", "code": "another"})
     table = make_table(results, "transition", problem.SETTING)
+
     assert list(table["members"]) == [1, 2]
     assert set(table) >= {"p", "gamma", "seed", "accuracy", "seconds"}
     assert not len(

@@ -51,6 +51,7 @@ def test_the_first_records_give_the_samples_of_the_whole_archive(tmp_path, monke
     for folder in (whole, part):
         monkeypatch.setenv("EMBENS_DATA", str(folder))
         fingerprints.add(with_fingerprint(setting).records)
+
     assert len(fingerprints) == 1
     assert with_fingerprint(replace(setting, pool=39)).records not in fingerprints
 

@@ -94,6 +94,7 @@ def test_turning_a_dial_changes_the_numbers(page, tmp_path):
     text = in_chromium(copy.as_uri(), tmp_path / "profile")
     seen = json.loads(html.unescape(re.search(r'<pre id="seen">(.*?)</pre>', text)[1]))
     start, shifted, many, wide = seen
+
     assert start["dials"]["p"] == 0
     assert shifted["now"]["coupling"] > start["now"]["coupling"]
     assert many["dials"]["m"] == 32

@@ -44,6 +44,7 @@ def test_experiments_come_in_the_order_of_the_paper(folder):
 def test_the_page_holds_charts_claims_tables_and_set_up(folder):
     text = page.write(folder).read_text()
     entries = data_of(text)
+
     for entry, written in zip(entries, page.collect(folder), strict=True):
         assert entry == written
         assert entry["figure"]["panels"][0]["curves"]

@@ -55,6 +55,7 @@ def test_classes_are_selected_by_the_log_loss_of_the_mean_probability(seed):
         expected.append(best)
         total = total + probabilities[best]
     chosen = select(outputs, target, size=5)
+
     assert chosen == expected
     assert metrics.nll(outputs[chosen], target) <= metrics.member_nll(outputs, target).min()
 
@@ -111,6 +112,7 @@ def test_random_recipes_stay_within_their_ranges():
         assert -1 <= min(exponents) < -0.9
         assert 0.9 < max(exponents) <= 1
     smoothing = [varied.label_smoothing for varied in recipes]
+
     assert 0 <= min(smoothing) < 0.02
     assert 0.18 < max(smoothing) <= 0.2
     assert {varied.epochs for varied in recipes} == {3}
@@ -129,6 +131,7 @@ def test_a_hyper_deep_ensemble_drops_bad_hyperparameters():
         generator=torch.Generator().manual_seed(0),
     )
     outputs = ensemble(validation[0])
+
     assert outputs.shape == (3, 60, 3)
     assert metrics.member_accuracy(outputs, validation[1]).min() > 0.7
 

@@ -44,6 +44,7 @@ def test_parameter_groups_keep_the_ratio_of_their_rates():
     groups = [{"params": weights[:1], "lr": 0.5}, {"params": weights[1:], "lr": 0.25}]
     data = make_data()
     train(lambda x, y: sum(weights), recipe.optimizer(groups), data, recipe, rate=constant)
+
     assert [weight.item() for weight in weights] == [-0.5, -0.25]
 
 
@@ -59,6 +60,7 @@ def test_label_smoothing_is_that_of_torch():
     outputs = torch.randn(6, 3)
     target = torch.arange(6) % 3
     loss = Recipe(epochs=1, label_smoothing=0.2).loss(outputs, target)
+
     torch.testing.assert_close(loss, F.cross_entropy(outputs, target, label_smoothing=0.2))
     with pytest.raises(ValueError, match="needs criterion=None"):
         Recipe(epochs=1, label_smoothing=0.2, criterion=F.mse_loss).loss(outputs, target)

@@ -104,6 +104,7 @@ def test_the_trunk_runs_once():
     network.network[1].register_forward_pre_hook(lambda layer, args: shapes.append(args[0].shape))
     network(inputs[0])
     network.forward_members(inputs)
+
     assert shapes == [(7, 5, 4, 4)] * 2
     assert network.network[1].num_batches_tracked == 2
 
@@ -123,6 +124,7 @@ def test_blocks_are_drawn_at_the_scale_that_keeps_the_size_of_the_sum():
     network = MIMO(reference, 4, generator=torch.Generator().manual_seed(0))
     blocks = network.network[0].weight.detach().unflatten(1, (4, 400))
     scale = reference[0].weight.std()
+
     torch.testing.assert_close(blocks.std((0, 2)), (scale / 2).expand(4), rtol=0.02, atol=0)
     torch.testing.assert_close(blocks.sum(1).std(), scale, rtol=0.02, atol=0)
 
@@ -161,6 +163,7 @@ def test_mixing_ratios_have_a_beta_distribution():
     _, network, _ = build("mlp", members=2, mixing=2.0)
     torch.manual_seed(0)
     ratios = torch.stack([network.draw_shares() for _ in range(2000)]) / 2
+
     torch.testing.assert_close(ratios.sum(1), torch.ones(2000))
     # Beta(2, 2) has mean 1/2 and variance 1/20.
     assert abs(ratios[:, 0].mean() - 0.5) < 4 * (0.05 / 2000) ** 0.5
@@ -189,6 +192,7 @@ def test_training_fits_the_data(mixing):
     recipe = Recipe(epochs=20, lr=0.1, batch_size=20)
     order = partial(member_orders, members=2)
     train(network.loss, recipe.optimizer(network.parameters()), (x, y), recipe, order=order)
+
     assert embens.metrics.ensemble_accuracy(network(x), y) > 0.9
 
 

@@ -81,6 +81,7 @@ def test_the_loss_is_the_negative_log_posterior_per_sample():
     squares = (member(x) - target).square().sum()
     distance = (flat(member.network) - flat(member.initial)).square().sum()
     expected = (squares / (2 * 0.7**2) + distance / 2) / 5
+
     torch.testing.assert_close(member.loss(x, target, noise_std=0.7, rows=5), expected)
 
 
@@ -100,6 +101,7 @@ def test_initial_outputs_have_the_covariance_of_the_tangent_kernel():
     kernel = torch.stack(kernels).mean(0)
     covariance = outputs.T @ outputs / members
     scale = kernel.diagonal()[:, None] * kernel.diagonal() + kernel.square()
+
     assert ((covariance - kernel).abs() < 4 * (scale / members).sqrt()).all()
 
 

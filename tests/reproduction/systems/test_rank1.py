@@ -29,6 +29,7 @@ def test_without_noise_the_network_is_the_ensemble_at_the_means():
     with torch.no_grad():
         for log_std in network.log_stds:
             log_std.fill_(-60.0)
+
     torch.testing.assert_close(network(x), network.ensemble(x))
 
 
@@ -43,6 +44,7 @@ def test_a_pass_uses_means_plus_standard_deviations_times_noise():
         for name, log_std in zip(network.names, network.log_stds, strict=True):
             mean = drawn.get_parameter(name)
             mean.add_(log_std.exp() * torch.randn(mean.shape, dtype=mean.dtype))
+
     torch.testing.assert_close(outputs, drawn(x))
 
 
@@ -59,6 +61,7 @@ def test_the_prior_is_where_modulations_start():
         assert torch.allclose(normal.stddev, torch.tensor(0.3))
         error = 0.3 / math.sqrt(normal.mean.numel())
         assert abs(normal.mean.mean() - 1) < 5 * error
+
     assert len(network.names) == len(list(network.ensemble.individual_parameters())) == 2
 
 
@@ -75,6 +78,7 @@ def test_kl_is_that_of_torch_distributions():
         torch.distributions.kl_divergence(normal, prior).sum()
         for normal in network.posterior().values()
     )
+
     torch.testing.assert_close(network.kl(), expected)
 
 
@@ -98,6 +102,7 @@ def test_groups_hold_every_parameter_once():
     network = build()
     groups = network.parameter_groups(lr=0.3, weight_decay=0.1)
     grouped = [id(parameter) for group in groups for parameter in group["params"]]
+
     assert sorted(grouped) == sorted(id(parameter) for parameter in network.parameters())
     assert groups[-1]["lr"] == 0.3
     assert groups[-1]["weight_decay"] == 0.0
@@ -112,6 +117,7 @@ def test_training_fits_the_data():
     recipe = Recipe(epochs=20, lr=0.1, batch_size=20)
     optimizer = recipe.optimizer(network.parameter_groups(lr=recipe.lr))
     train(partial(network.loss, rows=len(y)), optimizer, (x, y), recipe)
+
     assert embens.metrics.ensemble_accuracy(network(x), y) > 0.9
 
 

@@ -25,6 +25,7 @@ def test_redrawn_networks_are_plain_trainable_and_reproducible():
     reference = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     first, second = redraw(reference, 2, torch.Generator().manual_seed(0))
     again, _ = redraw(reference, 2, torch.Generator().manual_seed(0))
+
     assert isinstance(first, nn.Sequential)
     assert all(parameter.requires_grad for parameter in first.parameters())
     torch.testing.assert_close(first.state_dict(), again.state_dict())

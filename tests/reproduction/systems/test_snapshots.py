@@ -107,6 +107,7 @@ def test_procedures_return_different_members_and_keep_the_network(procedure):
     ensemble = procedure(network, (inputs, target), 3, recipe).eval()
     again = procedure(network, (inputs, target), 3, recipe).eval()
     outputs = ensemble(inputs)
+
     assert not torch.equal(before["0.weight"], trained["0.weight"])
     torch.testing.assert_close(network.state_dict(), trained)
     assert outputs.shape == (3, 60, 3)
@@ -122,6 +123,7 @@ def test_moments_are_those_of_the_whole_path():
     for weights in path[1:]:
         moments.update(weights)
     running_means = torch.stack([path[: i + 1].mean(0) for i in range(8)])
+
     torch.testing.assert_close(moments.mean, path.mean(0))
     torch.testing.assert_close(moments.variance, path.var(0, correction=0))
     torch.testing.assert_close(torch.stack(moments.deviations), (path - running_means)[-3:])
@@ -138,6 +140,7 @@ def test_draws_have_half_of_each_covariance():
     covariance = (torch.diag(moments.variance) + columns.T @ columns / 2) / 2
     variances = covariance.diagonal()
     errors = ((variances[:, None] * variances + covariance.square()) / 4000).sqrt()
+
     assert ((draws.mean(0) - moments.mean).abs() < 4.5 * (variances / 4000).sqrt()).all()
     assert ((draws.T.cov() - covariance).abs() < 4.5 * errors).all()
 
@@ -151,6 +154,7 @@ def test_swag_collects_the_start_and_the_end_of_each_epoch():
     for weights in ends_of_epochs:
         moments.update(weights)
     generator = torch.Generator().manual_seed(2)
+
     for a in range(2):
         torch.testing.assert_close(flat(ensemble.member(a)), moments.sample(generator))
 
