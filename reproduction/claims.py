@@ -45,21 +45,15 @@ Both equal Student's interval if :math:`T` is the mean of one value per seed.
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from reproduction.pooling import PooledTables, pooled_error
+from reproduction.intervals import BOOTSTRAP_SAMPLES, Statistic, bootstrap, interval, pooled_ends
+from reproduction.pooling import PooledTables
 from reproduction.rows import Frame, MissingCellsError, Rows, Selection, fit_slope
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
-CONFIDENCE = 0.95
-MODEL_CONFIDENCE = 0.9
-"""Quantile of the ratio of both variances above which residuals are not pooled."""
-BOOTSTRAP_SAMPLES = 60
-
-Statistic = Callable[[Rows], float]
-"""A function of the rows of a table."""
 
 
 def slope(
@@ -186,15 +180,20 @@ class Claim:
         if not pooled.is_complete:
             if not pooled.knows_noise_of(self.statistic, estimate.value):
                 return replace(estimate, note="the noise of some cells is not known")
-            low, high = pooled_ends(self, estimate.value, None, pooled)
+            low, high = self._pooled_ends(estimate.value, None, pooled)
             return replace(estimate, low=low, high=high)
         if math.isnan(estimate.low):
             return estimate
         seed_ends = (estimate.low, estimate.high)
-        low, high = pooled_ends(self, estimate.value, seed_ends, pooled)
+        low, high = self._pooled_ends(estimate.value, seed_ends, pooled)
         if (low, high) == seed_ends:
             return estimate
         return replace(estimate, low=low, high=high, method="pooled")
+
+    def _pooled_ends(
+        self, value: float, seed_ends: tuple[float, float] | None, pooled: PooledTables
+    ) -> tuple[float, float]:
+        return pooled_ends(self.statistic, value, seed_ends, pooled, jumps=self.jumps)
 
 
 @dataclass(frozen=True)
@@ -286,7 +285,7 @@ def judge(
         pooled = None
     samples: Sequence[Rows] = ()
     if any(claim.jumps for claim in claims):
-        samples = bootstrap(table)
+        samples = bootstrap(table, BOOTSTRAP_SAMPLES)
     return [claim.judge(table, samples if claim.jumps else (), pooled) for claim in claims]
 
 
@@ -319,96 +318,3 @@ def verdict(low: float, high: float, above: float, below: float) -> str:
     if high <= above or low >= below:
         return FAILS
     return UNDECIDED
-
-
-def interval(
-    table: Frame, statistic: Statistic, *, samples: Sequence[Rows] = ()
-) -> tuple[float, float, float, int]:
-    """Return a statistic with its confidence interval over seeds.
-
-    Args:
-        table: The table.
-        statistic: The statistic.
-        samples: Bootstrap samples of the table; without them the jackknife is used.
-
-    Returns:
-        The value, the ends of the interval (NaN if undefined), and the number of seeds.
-
-    Raises:
-        MissingCellsError: If the table lacks cells of the statistic.
-    """
-    import numpy
-    from scipy import stats
-
-    if not len(table):
-        raise MissingCellsError("the table is empty")
-    seeds = sorted(table["seed"].unique())
-    count = len(seeds)
-    value = float(statistic(Rows(table)))
-    if count < 2 or math.isnan(value):
-        return value, math.nan, math.nan, count
-    if samples:
-        spread = float(numpy.nanstd([statistic(rows) for rows in samples]))
-        centre = value
-        error = spread * math.sqrt(count / (count - 1))
-    else:
-        without_seed = [float(statistic(Rows(table[table["seed"] != seed]))) for seed in seeds]
-        pseudo_values = count * value - (count - 1) * numpy.array(without_seed)
-        centre = float(pseudo_values.mean())
-        error = float(stats.sem(pseudo_values))
-    half_width = _student(count - 1) * error
-    return value, centre - half_width, centre + half_width, count
-
-
-def pooled_ends(
-    claim: Claim, value: float, seed_ends: tuple[float, float] | None, pooled: PooledTables
-) -> tuple[float, float]:
-    """Return the interval of a claim's statistic from pooled residuals.
-
-    Args:
-        claim: The claim.
-        value: Value of its statistic.
-        seed_ends: Ends of the interval from the seeds alone; None if cells lack seeds.
-        pooled: Redrawn tables.
-
-    Returns:
-        The ends; those of the seeds alone if the seeds contradict the model of pooled residuals.
-    """
-    from scipy import stats
-
-    error = pooled_error(claim.statistic, value, pooled)
-    if math.isnan(error.variance):
-        return seed_ends or (math.nan, math.nan)
-    if seed_ends is not None:
-        seed_degrees = pooled.seeds - 1
-        seed_error = (seed_ends[1] - seed_ends[0]) / 2 / _student(seed_degrees)
-        largest_ratio = float(stats.f.ppf(MODEL_CONFIDENCE, seed_degrees, error.degrees))
-        if seed_error**2 > largest_ratio * error.variance:
-            return seed_ends
-    variance = error.variance
-    if claim.jumps:
-        variance += error.bias**2
-    half_width = _student(error.degrees) * math.sqrt(variance)
-    return value - half_width, value + half_width
-
-
-def _student(degrees: float) -> float:
-    """Return the quantile of Student's distribution for a two-sided interval."""
-    from scipy import stats
-
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees))
-
-
-def bootstrap(table: Frame) -> list[Rows]:
-    """Return bootstrap samples of a table: as many seeds, drawn with replacement and renumbered."""
-    import numpy
-    import pandas
-
-    frames = [frame for _, frame in table.groupby("seed")]
-    generator = numpy.random.default_rng(0)
-    draws = generator.integers(len(frames), size=(BOOTSTRAP_SAMPLES, len(frames)))
-    samples = []
-    for draw in draws:
-        renumbered = [frames[index].assign(seed=seed) for seed, index in enumerate(draw)]
-        samples.append(Rows(pandas.concat(renumbered)))
-    return samples
