@@ -6,8 +6,24 @@ failure prints the seed, the family and the source of the network.
 
 import pytest
 import torch
-from comparison import FAMILIES, Mistake, check_derivative, check_network, is_refusal, loss_of
-from generated import ENTRIES, EXITS, KINDS, PLAIN, Network, Pattern, make_network, with_pattern
+from random_network_check import (
+    FAMILIES,
+    Mistake,
+    check_derivative,
+    check_network,
+    is_refusal,
+    loss_of,
+)
+from random_networks import (
+    ENTRIES,
+    EXITS,
+    KINDS,
+    PLAIN,
+    Network,
+    Pattern,
+    make_network,
+    with_pattern,
+)
 
 from embens.ensemble import crosscheck
 from embens.graph import folding, members

@@ -4,36 +4,36 @@ Damaged: flipped bits, truncation, insertions, pickles. Forged: changed fields a
 valid checksum. Nothing is executed, and memory stays small.
 """
 
-import forged
-import mutated
+import forgery
+import mutation
 import pytest
 
 
-@pytest.mark.parametrize("kind", mutated.KINDS)
+@pytest.mark.parametrize("kind", mutation.KINDS)
 def test_a_damaged_file_is_refused_or_unchanged(kind, tmp_path):
-    counts = mutated.mutate_often(kind, tmp_path, 12)
+    counts = mutation.mutate_often(kind, tmp_path, 12)
     assert counts["refused"] > 1
     assert counts["after"] - counts["before"] < 1000  # megabytes of memory
 
 
-@pytest.mark.parametrize("kind", forged.KINDS)
+@pytest.mark.parametrize("kind", forgery.KINDS)
 def test_a_forged_file_is_refused_or_works(kind, tmp_path):
-    counts = forged.forge_often(kind, tmp_path, 12)
+    counts = forgery.forge_often(kind, tmp_path, 12)
     assert counts["refused"] > 3
     assert counts["after"] - counts["before"] < 1000
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", mutated.KINDS)
+@pytest.mark.parametrize("kind", mutation.KINDS)
 def test_1000_damaged_files_execute_nothing_and_use_little_memory(kind, tmp_path):
-    counts = mutated.mutate_apart(kind, tmp_path, 1000)
+    counts = mutation.mutate_in_process(kind, tmp_path, 1000)
     assert counts["refused"] > 250
     assert counts["after"] < 1000  # megabytes, including torch
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", forged.KINDS)
+@pytest.mark.parametrize("kind", forgery.KINDS)
 def test_1000_forged_files_execute_nothing_and_use_little_memory(kind, tmp_path):
-    counts = forged.forge_apart(kind, tmp_path, 1000)
+    counts = forgery.forge_in_process(kind, tmp_path, 1000)
     assert counts["refused"] > 250
     assert counts["after"] < 1000

@@ -5,9 +5,9 @@ import os
 import stat
 import threading
 
-import killing
+import interruption
 import pytest
-from killed import FITS
+from repeatable_work import FITS
 
 from embens.files import (
     Format,
@@ -221,20 +221,23 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @forks
 def test_work_that_is_killed_and_repeated_ends_with_the_same_files(tmp_path):
     plans = {"kernel": (120, 0), "pretrained": (12, 0), "average": (16, 0)}
-    kills = killing.kills(tmp_path, **plans)
-    assert min(kills.values()) >= 1
-    assert sum(kills.values()) >= 6
+    counts = interruption.count_kills(tmp_path, **plans)
+    assert min(counts.values()) >= 1
+    assert sum(counts.values()) >= 6
 
 
 @pytest.mark.long
 @forks
 @pytest.mark.parametrize("work", KILLS)
 def test_work_that_is_killed_at_every_write_ends_with_the_same_files(work, tmp_path):
-    assert killing.kills(tmp_path, **{work: (1, 40)})[work] >= KILLS[work]
+    counts = interruption.count_kills(tmp_path, **{work: (1, 40)})
+    assert counts[work] >= KILLS[work]
 
 
 @pytest.mark.long
 @forks
 @pytest.mark.parametrize("work", FITS)
 def test_training_of_every_kind_that_is_killed_ends_with_the_same_bits(work, tmp_path):
-    assert killing.kills(tmp_path, **{work: (4, 6)})[work] >= 8  # a loader has few checkpoints
+    assert (
+        interruption.count_kills(tmp_path, **{work: (4, 6)})[work] >= 8
+    )  # a loader has few checkpoints

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from generated import Network
 from handmade import HandMember, parameters_of
+from random_networks import Network
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from mutated import run_apart
+from mutation import run_in_process
 from training import problem
 
 import embens
@@ -262,6 +262,6 @@ def forge_often(kind: str, folder: Path, count: int) -> dict[str, int]:
     return {"refused": refused, "before": before // 1024, "after": after // 1024}
 
 
-def forge_apart(kind: str, folder: Path, count: int) -> dict[str, int]:
-    """Do the same in another process, whose memory is its own."""
-    return run_apart("forged.forge_often", kind, folder, count)
+def forge_in_process(kind: str, folder: Path, count: int) -> dict[str, int]:
+    """Do the same in another process, whose memory is measured alone."""
+    return run_in_process("forgery.forge_often", kind, folder, count)

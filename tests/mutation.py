@@ -182,12 +182,12 @@ def peak_megabytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
-def mutate_apart(kind: str, folder: Path, count: int) -> dict[str, int]:
-    """Do the same in another process, whose memory is its own."""
-    return run_apart("mutated.mutate_often", kind, folder, count)
+def mutate_in_process(kind: str, folder: Path, count: int) -> dict[str, int]:
+    """Do the same in another process, whose memory is measured alone."""
+    return run_in_process("mutation.mutate_often", kind, folder, count)
 
 
-def run_apart(function: str, kind: str, folder: Path, count: int) -> dict[str, int]:
+def run_in_process(function: str, kind: str, folder: Path, count: int) -> dict[str, int]:
     """Call a function ``module.name`` of the tests in another process."""
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     if os.environ.get("PYTHONPATH"):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import disk
 
-SCRIPT = "import sys, killing; killing.work(*sys.argv[1:])"
+SCRIPT = "import sys, interruption; interruption.work(*sys.argv[1:])"
 KILLED = (9, -9)
 """Exit codes of a child that was killed: by itself, or by a signal."""
 
@@ -31,20 +31,20 @@ Work = Callable[[Path], object]
 
 
 def work(folder: str, plans: str) -> None:
-    """Kill functions of :mod:`killed` and repeat them; print the number of kills of each.
+    """Kill functions of :mod:`repeatable_work` and repeat them; print the number of kills of each.
 
     Args:
         folder: for all files.
         plans: JSON: for each function a pair of the step between calls at which to kill (0: none),
             and the number of moments, spread evenly over its run time, at which to kill.
     """
-    import killed
+    import repeatable_work
 
     counts = {}
     for name, (step, moments) in json.loads(plans).items():
         place = Path(folder, name)
         place.mkdir()
-        counts[name] = kill_often(killed.WORKS[name], place, step, moments)
+        counts[name] = kill_often(repeatable_work.WORKS[name], place, step, moments)
     print(json.dumps(counts))
 
 
@@ -125,7 +125,7 @@ def run_child(function: Work, folder: Path, last_call: int) -> None:
     os._exit(0)
 
 
-def kills(folder: Path, **plans: tuple[int, int]) -> dict[str, int]:
+def count_kills(folder: Path, **plans: tuple[int, int]) -> dict[str, int]:
     """Run :func:`work` in a separate process; return the number of kills of each function."""
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     if os.environ.get("PYTHONPATH"):

@@ -1,4 +1,4 @@
-"""Functions that :mod:`killing` kills and repeats: each must end with the same files."""
+"""Functions that :mod:`interruption` kills and repeats: each must end with the same files."""
 
 from __future__ import annotations
 
