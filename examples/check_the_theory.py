@@ -48,8 +48,11 @@ widths = [32, 64, 128, 256]
 predicted, drawn = [], []
 for width in widths:
     predicted.append(theory.interference(draw(width, 0, SIGNS, SIGNS), x, gamma=2)[0, 0].item())
-    kernels = [embens.finite.ntk(draw(width, s, SIGNS, SIGNS), x[:1]).shared for s in range(150)]
-    between = torch.stack(kernels)[:, 0, 1].flatten()
+    kernels = []
+    for seed in range(30):
+        network = draw(width, seed, SIGNS, SIGNS, members=8)
+        kernels.append(embens.finite.ntk(network, x[:1], outputs="trace").shared[..., 0, 0])
+    between = torch.stack(kernels)[:, ~torch.eye(8, dtype=torch.bool)]
     drawn.append(between.square().mean().item())
     print(f"width {width}: predicted {predicted[-1]:.4f}, drawn {drawn[-1]:.4f}")
 
@@ -62,7 +65,7 @@ target = inputs[:, 0]
 members = (1, 2, 4, 8, 16, 32)
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
 left.loglog(widths, predicted, label="predicted")
-left.loglog(widths, drawn, "o", label="150 drawn networks")
+left.loglog(widths, drawn, "o", label="30 drawn networks of 8 members")
 left.set_xlabel("width")
 left.set_ylabel("variance of the kernel between members")
 left.legend()
