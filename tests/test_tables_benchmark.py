@@ -155,13 +155,17 @@ def test_results_are_appended_and_known_again(tmp_path):
 def make_fits(kind, table, loss, score):
     """Return rows of three contestants, in the order of their losses."""
     fits = []
-    for contestant, value, size in (("embens", 1.0, 1), ("separate", 1.1, 16), ("tabm", 1.2, 4)):
+    for contestant, value, size in (
+        ("embens", 1.0, 1),
+        ("separate", 1.1, 16),
+        ("catboost", 1.2, 4),
+    ):
         fit = {
             "kind": kind,
             "table": table,
             "contestant": contestant,
             loss: value,
-            score: 0.5,
+            score: value,
             "member_loss": 1.2 * value,
             "parameters": size,
             "fit_seconds": size,
@@ -176,13 +180,19 @@ def test_bars_are_read_off_the_means():
     frame = pd.DataFrame(fits)
     frame = frame.reindex(columns=[*frame, "calibration", "coverage", "width", "predict_seconds"])
     means = reports.average(frame.assign(memory=1.0))
-    board = pd.DataFrame({"elo": [1100.0, 1000.0], "elo-": 10.0}, index=["embens", "tabm"])
-    loss = reports.losses(means)
 
-    elo, tabm, separate, gain = reports.bars(means, loss, [(loss, board)])
+    results = {
+        bar: (result, met) for bar, result, met in reports.bars(means, reports.losses(means))
+    }
 
-    assert "place 1 of 2" in elo
-    assert "2 of 2 (100 %): **met**" in tabm
+    classes = results["log loss lower than catboost on ≥ 50 % of classes"]
+    assert classes == ("1 of 1, ratio 0.833", "met")
+    assert results["rmse lower than catboost on ≥ 60 % of numbers"] == classes
+    elo, _ = results["Elo first, or in the interval of the first"]
+    assert elo.startswith("place 1 of 3 on 2")
+    separate, _ = results["loss no worse than of separate networks, ≤ 1/5 of the parameters"]
     assert "ratio 0.909" in separate
-    assert "parameters × 0.06, bar 0.2: **met**" in separate
-    assert "0.167 against 0.167, 1.00: **met**" in gain
+    assert "parameters × 0.06" in separate
+    seconds = results["CPU time of a fit ÷ catboost, ≤ 3 at 5,000 rows"]
+    assert seconds == ("0.2 (all fits together), 0.2 (geometric mean over tables)", "met")
+    assert "× 0.833" in reports.comparison(means)
