@@ -4,6 +4,7 @@
 consists of a copy of the reference, a spec, and the values of the members, stacked with the members
 first. How it runs is derived from these: folded (:mod:`embens.graph.folding`) where the reference
 can be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.merged`).
+:class:`Foldings` chooses the executor of each call and keeps the folded forms.
 """
 
 import copy
@@ -142,136 +143,6 @@ class EmbeddedEnsemble(nn.Module):
         self.register_load_state_dict_post_hook(_ignore_added_counters)
         self._derive(flow)
 
-    def _derive(self, flow: Flow | None = None) -> None:
-        """Forget everything that is derived from the reference, the spec and the values."""
-        self.flow = flow
-        self.foldings = Foldings(self)
-        self._merged: MergedExecutor | None = None
-
-    def refresh_layers(self) -> None:
-        """Find the layers again after modules of the reference were replaced.
-
-        Raises:
-            ValueError: If a layer in which members differ is gone or has another shape.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> ensemble.reference[1] = nn.Linear(8, 8)
-            >>> ensemble.refresh_layers()
-            >>> list(ensemble.layers)
-            ['0', '1', '2']
-        """
-        layers = find_layers(self.reference)
-        shapes = _weight_shapes(self.reference, layers, self.spec)
-        for name, before in self.weight_shapes.items():
-            after = shapes.get(name)
-            if after != before and not _is_parametrized(self.reference, layers.get(name)):
-                raise ValueError(
-                    f"the layer {name!r} was changed after embedding: its weights had the shapes "
-                    f"{before}, now {after or 'it is no parameter layer'}. Embed the changed "
-                    "reference."
-                )
-        for item in self.spec.per_member:
-            module = self.reference.get_submodule(item.module)
-            for key in item.tensors:
-                if key in module._parameters or key in module._buffers:
-                    raise ValueError(
-                        f"the layer {item.module!r} was changed after embedding, but members have "
-                        f"separate versions of its {key!r}. Embed the changed reference."
-                    )
-        self.layers = layers
-
-    def release_tensor(self, module: str, name: str) -> None:
-        """Take a tensor that members have separately out of the reference.
-
-        A placeholder without memory stays, as code may test whether the attribute is None.
-
-        Args:
-            module: Name of the module in the reference.
-            name: Name of the parameter or buffer.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> ensemble.release_tensor("2", "bias")
-            >>> ensemble.reference[2].bias.device
-            device(type='meta')
-        """
-        owner = self.reference.get_submodule(module)
-        for table in (owner._parameters, owner._buffers):
-            if name not in table:
-                continue
-            tensor = table.pop(name)
-            assert tensor is not None
-            owner._non_persistent_buffers_set.discard(name)
-            placeholder = torch.empty_like(tensor, device="meta", requires_grad=False)
-            if isinstance(tensor, nn.Parameter):
-                placeholder = nn.Parameter(placeholder, tensor.requires_grad)
-            vars(owner)[name] = placeholder
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
-        # Traced code may have asked for the type or the device of a parameter.
-        self.foldings.clear()
-        return super()._apply(fn, recurse)
-
-    def train(self, mode: bool = True) -> "EmbeddedEnsemble":
-        """Set the mode of all modules, also where the code of a member has set another one."""
-        super().train(mode)
-        if self._merged is not None:
-            self._merged.sync_modes()
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for name in ("flow", "foldings", "_merged"):
-            state.pop(name)
-        if self._merged is not None:
-            state["member_attributes"] = self._merged.member_attributes()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        member_attributes = state.pop("member_attributes", None)
-        super().__setstate__(state)
-        self._derive()
-        if member_attributes is not None:
-            self.merged.restore_attributes(member_attributes)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddedEnsemble":
-        memo.update(detached_state(self.reference))
-        if self._merged is not None:
-            for member_copy in self._merged.copies:
-                memo.update(detached_state(member_copy.module))
-        copied = object.__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
-
-    @property
-    def merged(self) -> MergedExecutor:
-        """The merged executor, which is built when it is first used."""
-        if self._merged is None:
-            self._merged = MergedExecutor(self)
-        return self._merged
-
-    def changed_attributes(self) -> set[str]:
-        """Return the names of attributes in which members may differ from the reference.
-
-        Returns:
-            Names that the code of a member has assigned in a merged pass.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> batch_ensemble(net, members=4).changed_attributes()
-            set()
-        """
-        if self._merged is None:
-            return set()
-        return self._merged.changed_attributes()
-
     # Facts
 
     @property
@@ -288,6 +159,16 @@ class EmbeddedEnsemble(nn.Module):
     def natural_gamma(self) -> float:
         r"""Default gradient scale :math:`M / (1 + (M-1) r)` with the overlap :math:`r`."""
         return optim.natural_gamma(self.spec)
+
+    @property
+    def executor(self) -> str:
+        """Executor of the members, "folded" or "merged", and the reason if it is merged.
+
+        Before the first call it is determined for an input with two axes.
+        """
+        from embens.ensemble.description import describe_executor
+
+        return describe_executor(self)
 
     def site_values(self, site: Site) -> Tensor:
         """Return the modulations of a site.
@@ -390,7 +271,7 @@ class EmbeddedEnsemble(nn.Module):
             modulation_weight_decay=modulation_weight_decay,
         )
 
-    # Running
+    # Running and training
 
     def forward(
         self,
@@ -440,99 +321,6 @@ class EmbeddedEnsemble(nn.Module):
         from embens.ensemble.splitting import run_split
 
         return run_split(self, inputs, kwargs, chunk)
-
-    def run(self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool) -> Any:
-        """Run all members on arguments that are already bound.
-
-        Args:
-            inputs: Positional arguments of the reference.
-            kwargs: Its keyword arguments.
-            chunk: Number of members that run together; None: the ensemble's.
-            per_member: Whether positional tensors have the members as their first axis.
-
-        Returns:
-            The outputs of all members, ``(member, batch, …)``.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> ensemble.run((torch.zeros(5, 4),), {}, None, per_member=False).shape
-            torch.Size([4, 5, 3])
-        """
-        outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
-        if len(outputs) == 1:
-            return outputs[0]
-        check_same_structure(outputs)
-        return gather(outputs, join_members)
-
-    def _run_chunks(
-        self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool
-    ) -> Iterator[Any]:
-        """Yield the outputs of one chunk of members after another, members first."""
-        folded, arguments = self.foldings.find(inputs, kwargs, per_member=per_member)
-        values = self.sample_values()
-        if folded is None:
-            yield from self.merged.run_members(inputs, kwargs, values, per_member=per_member)
-            return
-        folded_pass = FoldedPass(folded, arguments, values, self.members, per_member=per_member)
-        if per_member:
-            arguments = [argument[0] for argument in arguments]
-        for start, count in self.chunks(folded, arguments, chunk):
-            yield folded_pass.run(start, count)
-
-    def chunks(
-        self, folded: Folded, arguments: list[Tensor], chunk: int | None
-    ) -> list[tuple[int, int]]:
-        """Divide the members into chunks that run together.
-
-        Args:
-            folded: The folded network.
-            arguments: Tensor arguments of one member.
-            chunk: Number of members of a chunk; None: the ensemble's.
-
-        Returns:
-            First member and number of members of each chunk.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=5)
-            >>> folded, arguments = ensemble.foldings.find((torch.zeros(5, 4),), {})
-            >>> ensemble.chunks(folded, arguments, chunk=2)
-            [(0, 2), (2, 2), (4, 1)]
-        """
-        size = self.chunk if chunk is None else chunk
-        if size is None:
-            size = folded.default_chunk(arguments, self.members)
-        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"chunk must be a positive integer, got {size!r}.")
-        starts = range(0, self.members, size)
-        return [(start, min(size, self.members - start)) for start in starts]
-
-    def sample_values(self) -> dict[str, Tensor]:
-        """Return the values of all members for one pass; fresh modulations are drawn.
-
-        Returns:
-            Tensors ``(member, …)`` by name.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> values = batch_ensemble(net, members=4).sample_values()
-            >>> {name: tuple(value.shape) for name, value in values.items()}
-            {'0.pre': (4, 8), '2.post': (4, 8)}
-        """
-        values = self.individual.tensors()
-        fresh_sites = [site for site in self.spec.sites if site.fresh]
-        if not fresh_sites:
-            return values
-        from embens.ensemble.masks import draw_masks
-
-        values.update(draw_masks(self, fresh_sites))
-        return values
-
-    # Training
 
     def bind(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call for inputs as data sets hold them.
@@ -657,15 +445,6 @@ class EmbeddedEnsemble(nn.Module):
 
         return plain_member(self, a, self.sample_values())
 
-    def _index(self, a: Any) -> int:
-        """Return the index of a member, which may be counted from the end."""
-        if isinstance(a, bool) or not hasattr(a, "__index__"):
-            raise TypeError(f"the index of a member must be an integer, got {a!r}.")
-        index = operator.index(a)
-        if not -self.members <= index < self.members:
-            raise IndexError(f"member {index} does not exist, there are {self.members} members.")
-        return index % self.members
-
     def subset(self, members: Iterable[int]) -> "EmbeddedEnsemble":
         """Return an ensemble of some of the members, which shares no tensor with this one.
 
@@ -711,35 +490,6 @@ class EmbeddedEnsemble(nn.Module):
         from embens.ensemble.collapsing import collapse
 
         return collapse(self, example_input)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        start = f"{prefix}individual."
-        saved_names = [key.removeprefix(start) for key in state_dict if key.startswith(start)]
-        saved, present = set(saved_names), set(self.individual.state_dict())
-        if saved - present:
-            # Members had separate buffers when the state was saved.
-            separate_buffers(self, saved_names)
-        if present - saved:
-            # Buffers were separated after the state was saved.
-            expand_buffers(self, state_dict, prefix)
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
 
     def to_onnx(self, path: str | os.PathLike[str], example: Any) -> Path:
         """Write all members to one ONNX file; see :func:`embens.to_onnx`.
@@ -823,20 +573,273 @@ class EmbeddedEnsemble(nn.Module):
 
         save_pretrained(self, folder, shared=shared, base=base, results=results or {})
 
+    def _index(self, a: Any) -> int:
+        """Return the index of a member, which may be counted from the end."""
+        if isinstance(a, bool) or not hasattr(a, "__index__"):
+            raise TypeError(f"the index of a member must be an integer, got {a!r}.")
+        index = operator.index(a)
+        if not -self.members <= index < self.members:
+            raise IndexError(f"member {index} does not exist, there are {self.members} members.")
+        return index % self.members
+
+    # Execution
+
+    def run(self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool) -> Any:
+        """Run all members on arguments that are already bound.
+
+        Args:
+            inputs: Positional arguments of the reference.
+            kwargs: Its keyword arguments.
+            chunk: Number of members that run together; None: the ensemble's.
+            per_member: Whether positional tensors have the members as their first axis.
+
+        Returns:
+            The outputs of all members, ``(member, batch, …)``.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> ensemble.run((torch.zeros(5, 4),), {}, None, per_member=False).shape
+            torch.Size([4, 5, 3])
+        """
+        outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
+        if len(outputs) == 1:
+            return outputs[0]
+        check_same_structure(outputs)
+        return gather(outputs, join_members)
+
+    def _run_chunks(
+        self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool
+    ) -> Iterator[Any]:
+        """Yield the outputs of one chunk of members after another, members first."""
+        folded, arguments = self.foldings.find(inputs, kwargs, per_member=per_member)
+        values = self.sample_values()
+        if folded is None:
+            yield from self.merged.run_members(inputs, kwargs, values, per_member=per_member)
+            return
+        folded_pass = FoldedPass(folded, arguments, values, self.members, per_member=per_member)
+        if per_member:
+            arguments = [argument[0] for argument in arguments]
+        for start, count in self.chunks(folded, arguments, chunk):
+            yield folded_pass.run(start, count)
+
+    def chunks(
+        self, folded: Folded, arguments: list[Tensor], chunk: int | None
+    ) -> list[tuple[int, int]]:
+        """Divide the members into chunks that run together.
+
+        Args:
+            folded: The folded network.
+            arguments: Tensor arguments of one member.
+            chunk: Number of members of a chunk; None: the ensemble's.
+
+        Returns:
+            First member and number of members of each chunk.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=5)
+            >>> folded, arguments = ensemble.foldings.find((torch.zeros(5, 4),), {})
+            >>> ensemble.chunks(folded, arguments, chunk=2)
+            [(0, 2), (2, 2), (4, 1)]
+        """
+        size = self.chunk if chunk is None else chunk
+        if size is None:
+            size = folded.default_chunk(arguments, self.members)
+        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"chunk must be a positive integer, got {size!r}.")
+        starts = range(0, self.members, size)
+        return [(start, min(size, self.members - start)) for start in starts]
+
+    def sample_values(self) -> dict[str, Tensor]:
+        """Return the values of all members for one pass; fresh modulations are drawn.
+
+        Returns:
+            Tensors ``(member, …)`` by name.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> values = batch_ensemble(net, members=4).sample_values()
+            >>> {name: tuple(value.shape) for name, value in values.items()}
+            {'0.pre': (4, 8), '2.post': (4, 8)}
+        """
+        values = self.individual.tensors()
+        fresh_sites = [site for site in self.spec.sites if site.fresh]
+        if not fresh_sites:
+            return values
+        from embens.ensemble.masks import draw_masks
+
+        values.update(draw_masks(self, fresh_sites))
+        return values
+
+    @property
+    def merged(self) -> MergedExecutor:
+        """The merged executor, which is built when it is first used."""
+        if self._merged is None:
+            self._merged = MergedExecutor(self)
+        return self._merged
+
+    def changed_attributes(self) -> set[str]:
+        """Return the names of attributes in which members may differ from the reference.
+
+        Returns:
+            Names that the code of a member has assigned in a merged pass.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> batch_ensemble(net, members=4).changed_attributes()
+            set()
+        """
+        if self._merged is None:
+            return set()
+        return self._merged.changed_attributes()
+
+    def refresh_layers(self) -> None:
+        """Find the layers again after modules of the reference were replaced.
+
+        Raises:
+            ValueError: If a layer in which members differ is gone or has another shape.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> ensemble.reference[1] = nn.Linear(8, 8)
+            >>> ensemble.refresh_layers()
+            >>> list(ensemble.layers)
+            ['0', '1', '2']
+        """
+        layers = find_layers(self.reference)
+        shapes = _weight_shapes(self.reference, layers, self.spec)
+        for name, before in self.weight_shapes.items():
+            after = shapes.get(name)
+            if after != before and not _is_parametrized(self.reference, layers.get(name)):
+                raise ValueError(
+                    f"the layer {name!r} was changed after embedding: its weights had the shapes "
+                    f"{before}, now {after or 'it is no parameter layer'}. Embed the changed "
+                    "reference."
+                )
+        for item in self.spec.per_member:
+            module = self.reference.get_submodule(item.module)
+            for key in item.tensors:
+                if key in module._parameters or key in module._buffers:
+                    raise ValueError(
+                        f"the layer {item.module!r} was changed after embedding, but members have "
+                        f"separate versions of its {key!r}. Embed the changed reference."
+                    )
+        self.layers = layers
+
+    def release_tensor(self, module: str, name: str) -> None:
+        """Take a tensor that members have separately out of the reference.
+
+        A placeholder without memory stays, as code may test whether the attribute is None.
+
+        Args:
+            module: Name of the module in the reference.
+            name: Name of the parameter or buffer.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = batch_ensemble(net, members=4)
+            >>> ensemble.release_tensor("2", "bias")
+            >>> ensemble.reference[2].bias.device
+            device(type='meta')
+        """
+        owner = self.reference.get_submodule(module)
+        for table in (owner._parameters, owner._buffers):
+            if name not in table:
+                continue
+            tensor = table.pop(name)
+            assert tensor is not None
+            owner._non_persistent_buffers_set.discard(name)
+            placeholder = torch.empty_like(tensor, device="meta", requires_grad=False)
+            if isinstance(tensor, nn.Parameter):
+                placeholder = nn.Parameter(placeholder, tensor.requires_grad)
+            vars(owner)[name] = placeholder
+
+    # State
+
+    def train(self, mode: bool = True) -> "EmbeddedEnsemble":
+        """Set the mode of all modules, also where the code of a member has set another one."""
+        super().train(mode)
+        if self._merged is not None:
+            self._merged.sync_modes()
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "EmbeddedEnsemble":
+        # Traced code may have asked for the type or the device of a parameter.
+        self.foldings.clear()
+        return super()._apply(fn, recurse)
+
+    def _derive(self, flow: Flow | None = None) -> None:
+        """Forget everything that is derived from the reference, the spec and the values."""
+        self.flow = flow
+        self.foldings = Foldings(self)
+        self._merged: MergedExecutor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("flow", "foldings", "_merged"):
+            state.pop(name)
+        if self._merged is not None:
+            state["member_attributes"] = self._merged.member_attributes()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        member_attributes = state.pop("member_attributes", None)
+        super().__setstate__(state)
+        self._derive()
+        if member_attributes is not None:
+            self.merged.restore_attributes(member_attributes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddedEnsemble":
+        memo.update(detached_state(self.reference))
+        if self._merged is not None:
+            for member_copy in self._merged.copies:
+                memo.update(detached_state(member_copy.module))
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        start = f"{prefix}individual."
+        saved_names = [key.removeprefix(start) for key in state_dict if key.startswith(start)]
+        saved, present = set(saved_names), set(self.individual.state_dict())
+        if saved - present:
+            # Members had separate buffers when the state was saved.
+            separate_buffers(self, saved_names)
+        if present - saved:
+            # Buffers were separated after the state was saved.
+            expand_buffers(self, state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+
     def extra_repr(self) -> str:
         from embens.ensemble.description import describe_ensemble
 
         return describe_ensemble(self)
-
-    @property
-    def executor(self) -> str:
-        """Executor of the members, "folded" or "merged", and the reason if it is merged.
-
-        Before the first call it is determined for an input with two axes.
-        """
-        from embens.ensemble.description import describe_executor
-
-        return describe_executor(self)
 
 
 class Foldings:
