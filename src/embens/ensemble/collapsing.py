@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble.extraction import plain_network
-from embens.ensemble.weights import computed_tensors, member_tensors
+from embens.ensemble.parametrizations import computed_tensors
+from embens.ensemble.weights import member_tensors
 from embens.graph.reading import Flow, read_flow
 from embens.graph.snapshots import HOOKS
 from embens.graph.watching import watch_flow

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens.ensemble.weights import parametrized_names
-from embens.graph.reading import copy_module
+from embens.ensemble.parametrizations import (
+    add_computed_slots,
+    copy_with_plain_classes,
+    has_state,
+    parametrized_names,
+)
 from embens.graph.snapshots import PLAIN, STANDARD_ATTRIBUTES, snapshot
 from embens.sites import Layer
 
@@ -86,9 +89,9 @@ class MemberCopy:
         self.weights_table = "_parameters" if plain else "_buffers"
         self.calls: dict[str, int] = {}  # calls of layers whose parametrization has state
         for name, module in list(self.module.named_modules()):
-            if not plain and _has_state(module):
+            if not plain and has_state(module):
                 self._count_calls(name, module)
-            _add_computed_slots(module, self.weights_table, plain=plain)
+            add_computed_slots(module, self.weights_table, plain=plain)
         # Buffers of the member in the memory of the stacked ones, and names of buffers that the
         # code replaces.
         self.aliases: dict[str, Tensor] = {}
@@ -354,63 +357,6 @@ def structure_of(reference: nn.Module) -> list[Any]:
         parameters = [(k, p.shape) for k, p in module._parameters.items() if p is not None]
         structure.append((id(module), hooks, parameters))
     return structure
-
-
-def _has_state(module: nn.Module) -> bool:
-    """Return whether parametrizations of a module have buffers, which they may update."""
-    if not parametrize.is_parametrized(module):
-        return False
-    parametrizations: Any = module.parametrizations
-    for part in parametrizations.modules():
-        # A buffer that members have separately is a plain attribute.
-        for value in (*part._buffers.values(), *vars(part).values()):
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                return True
-    return False
-
-
-def copy_with_plain_classes(reference: nn.Module) -> nn.Module:
-    """Return a copy of a network in which parametrized modules have their original classes.
-
-    ``parametrize.remove_parametrizations`` would change the class that a copy shares with the
-    reference. So each parametrized module is replaced by a new object, which gets a copy of its
-    attributes.
-
-    Args:
-        reference: Any module.
-    """
-    parametrized = [module for module in reference.modules() if parametrized_names(module)]
-    if not parametrized:
-        return copy_module(reference)
-    plain_modules: dict[int, nn.Module] = {}
-    for module in parametrized:
-        original_class = type(module).__mro__[1]
-        plain_module = original_class.__new__(original_class)
-        nn.Module.__init__(plain_module)
-        plain_modules[id(module)] = plain_module
-    # The network and the attributes are copied at once, so that both refer to the same modules.
-    holder: Any = nn.Module()
-    holder.reference = reference
-    holder.attributes = [vars(module) for module in parametrized]
-    copied: Any = copy_module(holder, plain_modules)
-    for plain_module, attributes in zip(plain_modules.values(), copied.attributes, strict=True):
-        vars(plain_module).update(attributes)
-    return copied.reference
-
-
-def _add_computed_slots(module: nn.Module, table: str, *, plain: bool) -> None:
-    """Give a copy of a parametrized module slots for its computed tensors.
-
-    Args:
-        module: The copy, of the original class.
-        table: "_parameters" or "_buffers".
-        plain: Whether to remove the parametrizations with their parameters.
-    """
-    names = parametrized_names(module)
-    if names and plain:
-        del module._modules["parametrizations"]
-    for name in names:
-        getattr(module, table)[name] = None
 
 
 def copy_attributes(attributes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

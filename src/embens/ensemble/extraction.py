@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble.copies import MemberCopy
-from embens.ensemble.weights import computed_tensors, member_tensors, modulations_by_layer
+from embens.ensemble.parametrizations import computed_tensors
+from embens.ensemble.weights import member_tensors, modulations_by_layer
 from embens.graph.reading import copy_module
 
 if TYPE_CHECKING:

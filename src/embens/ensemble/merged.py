@@ -21,8 +21,9 @@ from embens.ensemble.binding import private_arguments
 from embens.ensemble.changes import BufferChange, StateGuard
 from embens.ensemble.copies import Attributes, MemberCopy, structure_of
 from embens.ensemble.outside import OutsideState
+from embens.ensemble.parametrizations import computed_tensors
 from embens.ensemble.separation import separate_buffer
-from embens.ensemble.weights import computed_tensors, member_tensors, modulations_by_layer
+from embens.ensemble.weights import member_tensors, modulations_by_layer
 from embens.graph.reading import has_user_code
 from embens.modes import constant_when_compiled
 

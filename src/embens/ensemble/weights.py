@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from embens.sites import EnsembleSpec, Layer, LowRankSite
 
@@ -193,31 +192,3 @@ def _grouped_scale(layer: Layer, pre: Tensor | None, post: Tensor | None) -> Ten
     if layer.transposed:
         scale = scale.mT
     return scale.flatten(0, 1)
-
-
-def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that parametrizations compute.
-
-    Args:
-        reference: Any module.
-
-    Returns:
-        Tensors by their names in the network.
-    """
-    tensors = {}
-    for name, module in reference.named_modules():
-        for key in parametrized_names(module):
-            tensors[f"{name}.{key}".lstrip(".")] = getattr(module, key)
-    return tensors
-
-
-def parametrized_names(module: nn.Module) -> list[str]:
-    """Return the names of the tensors that parametrizations of a module compute.
-
-    Args:
-        module: Any module.
-    """
-    if not parametrize.is_parametrized(module):
-        return []
-    parametrizations = module.get_submodule("parametrizations")
-    return [name for name, _ in parametrizations.named_children()]
