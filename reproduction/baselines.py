@@ -133,14 +133,16 @@ def lines(table: Frame, column: str, *, width: float = 1.0) -> list[Curve]:
     ends = ""
     if most_networks < most_members:
         ends = f"{most_networks:g} were trained"
-    drawn = []
+    all_curves = []
     one = rows[rows["members"] == 1]
     for curve in curves(one, "members", column, label=ONE, colours=BLACK):
-        drawn.append(replace(curve, x=[1.0, most_members], y=curve.y * 2, error=[], style="dash"))
+        all_curves.append(
+            replace(curve, x=[1.0, most_members], y=curve.y * 2, error=[], style="dash")
+        )
     several = rows[rows["members"] > 1]
     for curve in curves(several, "members", column, label=SEPARATE, colours=GREY):
-        drawn.append(replace(curve, ends=ends, style="dash"))
-    return drawn
+        all_curves.append(replace(curve, ends=ends, style="dash"))
+    return all_curves
 
 
 def with_lines(

@@ -65,6 +65,6 @@ def choose(table: Frame) -> dict[str, Any]:
 
 def plot(table: Frame) -> Figure:
     """Return the loss of each tuned system against the learning rate."""
-    drawn = curves(table, "lr", "validation_nll", by="system", colours=shades(table["system"]))
+    all_panels = curves(table, "lr", "validation_nll", by="system", colours=shades(table["system"]))
     title = "which rate, with the compute of one network?"
-    return Figure([Panel(title, "learning rate", "log loss, validation", drawn, 10)])
+    return Figure([Panel(title, "learning rate", "log loss, validation", all_panels, 10)])

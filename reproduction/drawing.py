@@ -151,7 +151,7 @@ def curves(
         groups = dict(list(table.groupby(by)))
     if isinstance(colours, str):
         colours = dict.fromkeys(groups, colours)
-    drawn = []
+    all_curves = []
     for value, colour in colours.items():
         if value not in groups:
             continue
@@ -169,8 +169,8 @@ def curves(
             style=style,
             ends=ends if xs[-1] < table[x].max() else "",
         )
-        drawn.append(curve)
-    return drawn
+        all_curves.append(curve)
+    return all_curves
 
 
 def _means_over_seeds(table: Frame, x: str, y: str) -> Frame:
@@ -203,14 +203,14 @@ def panels(
         The panels.
     """
     marks_of_column = marks or {}
-    drawn = []
+    all_panels = []
     for column, title in titles.items():
         column_curves = draw_column(y=column)
         column_marks = marks_of_column.get(column, [])
-        drawn.append(
+        all_panels.append(
             Panel(title, x_label, label_of(column), column_curves, x_log, y_log, column_marks)
         )
-    return drawn
+    return all_panels
 
 
 def complete(figure: Figure) -> Figure:
@@ -227,12 +227,12 @@ def _with_ends(panel: Panel) -> Panel:
     if not panel.x_label.endswith(" M") or not lines:
         return panel
     last = max(curve.x[-1] for curve in lines)
-    drawn = []
+    all_curves = []
     for curve in panel.curves:
         if curve.style == "line" and curve.x[-1] < last:
             curve = replace(curve, ends=curve.ends or "no larger M was run")
-        drawn.append(curve)
-    return replace(panel, curves=drawn)
+        all_curves.append(curve)
+    return replace(panel, curves=all_curves)
 
 
 def guessing(table: Frame) -> list[Mark]:

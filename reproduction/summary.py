@@ -43,16 +43,18 @@ def draw_summary(table: Frame) -> Figure:
     titles = {}
     for column, (label, _) in COLUMNS.items():
         titles[column] = state(partial(strongest_text, Rows(table), column), label)
-    drawn = []
+    all_panels = []
     for panel, (label, _) in zip(
         panels(draw, titles, "compute of training, in networks"), COLUMNS.values(), strict=True
     ):
         named = [replace(each, label=LABELS.get(each.label, each.label)) for each in panel.curves]
-        drawn.append(replace(panel, y_label=label, curves=named))
+        all_panels.append(replace(panel, y_label=label, curves=named))
     guessing = float(table["guessing"].mean())
-    drawn[1] = replace(drawn[1], y_label=f"{drawn[1].y_label} (guessing: {guessing:.2f})")
+    all_panels[1] = replace(
+        all_panels[1], y_label=f"{all_panels[1].y_label} (guessing: {guessing:.2f})"
+    )
     return Figure(
-        drawn, title="Equal compute: members, separate networks, or one network trained longer"
+        all_panels, title="Equal compute: members, separate networks, or one network trained longer"
     )
 
 

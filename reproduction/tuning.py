@@ -159,10 +159,10 @@ def plot(table: Frame) -> Figure:
     )
     by_family = partial(curves, by="family", colours=shades(ensembles["family"]))
     labels = ("learning rate", "log loss, validation")
-    drawn = [
+    all_panels = [
         Panel("networks: which length?", *labels, by_length(networks, "lr", "validation_nll"), 10)
     ]
     if len(ensembles):
         ensemble_curves = by_family(ensembles, "lr", "validation_nll")
-        drawn.append(Panel("ensembles: which rate?", *labels, ensemble_curves, 10))
-    return Figure(drawn, columns=2)
+        all_panels.append(Panel("ensembles: which rate?", *labels, ensemble_curves, 10))
+    return Figure(all_panels, columns=2)

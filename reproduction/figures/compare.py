@@ -363,8 +363,8 @@ def plot(table: Frame) -> Figure:
         choose = better.get(column, min)
         titles[column] = state(partial(best_text, Rows(table), column, text, choose), text)
     marks = {"nll": [Mark("guessing", y=float(table["guessing"].mean()))]}
-    drawn = panels(draw, titles, "compute of training, in networks", marks=marks)
-    return Figure(drawn, columns=3)
+    all_panels = panels(draw, titles, "compute of training, in networks", marks=marks)
+    return Figure(all_panels, columns=3)
 
 
 summary = draw_summary

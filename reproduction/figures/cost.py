@@ -219,10 +219,10 @@ def plot(table: Frame) -> Figure:
     titles = {}
     for column, text in texts.items():
         titles[column] = state(partial(ratio_text, Rows(table), column, text), text)
-    drawn = []
+    all_panels = []
     for panel in panels(draw, titles, y_log=10):
-        drawn.append(replace(panel, y_label="ratio to one network"))
-    return Figure(drawn)
+        all_panels.append(replace(panel, y_label="ratio to one network"))
+    return Figure(all_panels)
 
 
 def ratio_text(rows: Rows, column: str, text: str) -> str:

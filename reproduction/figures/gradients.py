@@ -219,7 +219,7 @@ def plot(table: Frame) -> Figure:
         _histogram(table, "centred", BROWN),
         _histogram(table, "input and output", OLIVE),
     ]
-    drawn = [
+    all_panels = [
         Panel(
             state(
                 lambda: f"inputs and outputs add {increase_of_spread(Rows(table)):.1f} decades",
@@ -239,8 +239,8 @@ def plot(table: Frame) -> Figure:
         if kind == "centred":
             marks = [Mark("paper: 1/width", exponent=-1.0)]
         title = f"{kind}: {exponent}"
-        drawn.append(Panel(title, "relative width", "mean |cos|", by_part, 10, 10, marks))
-    return Figure(drawn, columns=3)
+        all_panels.append(Panel(title, "relative width", "mean |cos|", by_part, 10, 10, marks))
+    return Figure(all_panels, columns=3)
 
 
 def exponent_text(rows: Rows, kind: str) -> str:

@@ -223,8 +223,8 @@ def plot(table: Frame) -> Figure:
             *draw_tuned(SEPARATE, members, y),
         ]
 
-    drawn = panels(draw_both, titles_of_both(Rows(table)), "width")
+    all_panels = panels(draw_both, titles_of_both(Rows(table)), "width")
     for sites in ("u", "v"):
         text = state(partial(lowest_loss_text, Rows(table), sites), f"{sites} alone")
-        drawn += panels(partial(draw, rows_with(sites)), {"nll": text}, "width")
-    return Figure(drawn)
+        all_panels += panels(partial(draw, rows_with(sites)), {"nll": text}, "width")
+    return Figure(all_panels)

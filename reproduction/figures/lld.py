@@ -159,8 +159,8 @@ def titles_of_width(rows: Rows, width: float) -> dict[str, str]:
 def plot(table: Frame) -> Figure:
     """Return a row of panels for each width."""
     draw = partial(curves, x="members", by="p", label="p={}", colours=shades(table["p"].dropna()))
-    drawn = []
+    all_panels = []
     for width, rows in table.groupby("width"):
         titles = titles_of_width(Rows(rows), width)
-        drawn += panels(baselines.with_lines(partial(draw, rows), rows, width), titles)
-    return Figure(drawn, columns=3)
+        all_panels += panels(baselines.with_lines(partial(draw, rows), rows, width), titles)
+    return Figure(all_panels, columns=3)

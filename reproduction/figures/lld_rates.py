@@ -241,9 +241,9 @@ def plot(table: Frame) -> Figure:
         ),
     }
     paper_best = {"accuracy": [Mark("paper: best M≈10", x=10.0)]}
-    drawn = panels(baselines.with_lines(draw, table), titles, marks=paper_best)
+    all_panels = panels(baselines.with_lines(draw, table), titles, marks=paper_best)
     all_layers = table[table["family"] == "all"]
-    drawn[0].curves.extend(
+    all_panels[0].curves.extend(
         curves(all_layers, "members", "accuracy", label="all layers", colours=ORANGE)
     )
     largest = state(
@@ -252,4 +252,4 @@ def plot(table: Frame) -> Figure:
     )
     bounds = [Mark("paper: within a factor of 3", y=bound) for bound in (3.0, 1 / 3)]
     scale_panel = Panel(largest, "members M", "γ(M)/M", draw("scale"), 2, 10, bounds)
-    return Figure([*drawn, scale_panel])
+    return Figure([*all_panels, scale_panel])

@@ -182,10 +182,10 @@ def titles_of_kind(rows: Rows, kind: str) -> dict[str, str]:
 def plot(table: Frame) -> Figure:
     """Return a row of panels for each of the paper's three figures."""
     colours = shades([0.0, *table["width"]], "plasma")
-    drawn = []
+    all_panels = []
     for kind in (FRESH_SHIFTED, FRESH_CENTRED, FIXED):
         rows = table[table["kind"] == kind]
         draw = partial(curves, rows, "masks", by="width", label="×{}", colours=colours)
         titles = titles_of_kind(Rows(rows), kind)
-        drawn += panels(baselines.with_lines(draw, table), titles, "masks M")
-    return Figure(drawn, columns=3)
+        all_panels += panels(baselines.with_lines(draw, table), titles, "masks M")
+    return Figure(all_panels, columns=3)

@@ -206,8 +206,8 @@ def plot(table: Frame) -> Figure:
             style="dash",
         )
         colours = shades(rows["width"])
-        for column, drawn in weights.items():
-            drawn += curves(
+        for column, all_panels in weights.items():
+            all_panels += curves(
                 rows,
                 "others",
                 column,

@@ -274,10 +274,10 @@ def plot(table: Frame) -> Figure:
     """Return collective part and change of features against p, a column for each width."""
     smallest_loss = Rows(with_collective_part(Rows(table))).first("loss").frame
     draw = partial(curves, x="p", by="scale", label="α={}", colours=shades(table["scale"]))
-    drawn = []
+    all_panels = []
     for column, label in (("c", "collective part c"), ("change", "change of features")):
         for width, rows in smallest_loss.groupby("width"):
             title = state(partial(rich_to_lazy, Rows(rows), column), label)
             title = f"×{width:g}, {title}"
-            drawn.append(Panel(title, "shift p", label, draw(rows, y=column)))
-    return Figure(drawn, columns=max(1, smallest_loss["width"].nunique()))
+            all_panels.append(Panel(title, "shift p", label, draw(rows, y=column)))
+    return Figure(all_panels, columns=max(1, smallest_loss["width"].nunique()))

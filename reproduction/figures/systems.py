@@ -235,7 +235,7 @@ def plot(table: Frame) -> Figure:
     table = table.assign(training=table["training"] + table["tuning"])
     groups = table.groupby("system")
     means, errors = groups.mean(numeric_only=True), groups.sem(numeric_only=True)
-    drawn = []
+    all_panels = []
     for column, images in (("nll", ""), ("shifted_nll", ", disturbed images")):
         for cost in COSTS:
             points = []
@@ -258,8 +258,8 @@ def plot(table: Frame) -> Figure:
                 [*points, pareto_front(points)],
                 y_log=10,
             )
-            drawn.append(panel)
-    return Figure(drawn, columns=3)
+            all_panels.append(panel)
+    return Figure(all_panels, columns=3)
 
 
 def pareto_front(curves: list[Curve]) -> Curve:

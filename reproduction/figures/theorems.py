@@ -350,16 +350,16 @@ def plot(table: Frame) -> Figure:
     colours: dict[str, str] = dict(zip(LAWS, PALETTE, strict=False))
     by_case = partial(curves, table, "units", by="case", colours=colours)
     by_step = partial(curves, table, "units", by="step", label="step {}", colours=shades(STEPS))
-    drawn = []
+    all_panels = []
     for column, text in KERNEL_ERRORS.items():
         title = state(partial(exponent_text, Rows(table), column, text), text)
         error = "relative mean squared error"
-        drawn.append(Panel(title, "units", error, by_case(column), x_log=10, y_log=10))
+        all_panels.append(Panel(title, "units", error, by_case(column), x_log=10, y_log=10))
     coupling = [
         *by_case("ntk_coupling"),
         *by_case("ntk_coupling_limit", label="{}, limit", style="dash"),
     ]
-    drawn.append(
+    all_panels.append(
         Panel(
             "coupling: zero if the last u is centred",
             "units",
@@ -371,14 +371,14 @@ def plot(table: Frame) -> Figure:
     exponent = partial(slope_text, Rows(table), "kurtosis")
     title = state(lambda: f"A1: excess kurtosis of outputs ∝ width^{exponent()}", "A1: kurtosis")
     kurtosis = {"kurtosis": title}
-    drawn += panels(by_case, kurtosis, "units", x_log=10, y_log=10)
+    all_panels += panels(by_case, kurtosis, "units", x_log=10, y_log=10)
     training = {}
     for column, text in TRAINED.items():
         title = state(partial(slope_text, Rows(table), column), "")
         training[column] = f"{text} ∝ width^{title}" if title else text
-    drawn += panels(by_step, training, "units", x_log=10, y_log=10)
+    all_panels += panels(by_step, training, "units", x_log=10, y_log=10)
     stages = curves(table, "stage", "target_part", label="target class", colours=GREY)
-    drawn.append(
+    all_panels.append(
         Panel(
             state(partial(target_text, Rows(table)), "part of the target class"),
             "start (0) and end (1) of training",
@@ -386,4 +386,4 @@ def plot(table: Frame) -> Figure:
             stages,
         )
     )
-    return Figure(drawn)
+    return Figure(all_panels)

@@ -144,7 +144,7 @@ def plot(table: Frame) -> Figure:
     narrow, wide = table["width"].min(), table["width"].max()
     # An unfinished run can have one width only.
     schemes = dict.fromkeys([("1", narrow), ("M", narrow), ("M", wide)])
-    drawn = []
+    all_panels = []
     for column, y_log in (("loss", 10), ("member_accuracy", 0)):
         for gamma, width in schemes:
             selected = table[(table["gamma"] == gamma) & (table["width"] == width)]
@@ -159,5 +159,5 @@ def plot(table: Frame) -> Figure:
             )
             title = title_of_scheme(Rows(selected), column, f"γ={gamma}, width ×{width:g}")
             marks = {"loss": guessing(table)}
-            drawn += panels(draw, {column: title}, "epoch", x_log=10, y_log=y_log, marks=marks)
-    return Figure(drawn, columns=3)
+            all_panels += panels(draw, {column: title}, "epoch", x_log=10, y_log=y_log, marks=marks)
+    return Figure(all_panels, columns=3)

@@ -334,7 +334,7 @@ def plot(table: Frame) -> Figure:
     """Return the paper's four panels for both laws, and one against p."""
     rows = Rows(table)
     by_shift = partial(curves, x="members", by="p", colours=shades(table["p"].dropna()))
-    drawn = []
+    all_panels = []
     for law in (NORMAL, SIGNS):
         rows_of_law = table[(table["law"] == law) & (table["gamma"] == "M")]
         if rows_of_law["members"].nunique() < 2:
@@ -350,22 +350,24 @@ def plot(table: Frame) -> Figure:
             against_members[1].curves.extend(
                 by_shift(unscaled, y="member_accuracy", label="γ=1, p={}", style="dash")
             )
-        drawn += against_members
+        all_panels += against_members
     # The transition comes first; then the panels of both laws, in three rows.
-    drawn.insert(0, shift_panel(table))
-    return Figure(drawn)
+    all_panels.insert(0, shift_panel(table))
+    return Figure(all_panels)
 
 
 def shift_panel(table: Frame) -> Panel:
     """Return correlation and coupling of the normal law against p."""
     normal = table[(table["law"] == NORMAL) & (table["gamma"] == "M")]
     member_colours = {2: "#c6a500", 4: "#d39200", 8: "#e07b00", 16: "#c04000", 32: "#a02c00"}
-    drawn = curves(normal, "p", "correlation", by="members", label="M={}", colours=member_colours)
-    drawn += curves(
+    all_curves = curves(
+        normal, "p", "correlation", by="members", label="M={}", colours=member_colours
+    )
+    all_curves += curves(
         normal, "p", "coupling", label="coupling in the limit", colours="#333333", style="dash"
     )
     title = state(
         lambda: f"halfway to equal members at p={transition_point(Rows(table)):.2f}",
         "correlation against p",
     )
-    return Panel(title, "shift p", "correlation, coupling", drawn, marks=[PAPER_TRANSITION])
+    return Panel(title, "shift p", "correlation, coupling", all_curves, marks=[PAPER_TRANSITION])

@@ -153,10 +153,10 @@ def plot(table: Frame) -> Figure:
 
     def draw_both(x: str, y: str, style: str = "line", ends: str = "") -> list[Curve]:
         draw = partial(curves, x=x, y=y, by="width", colours=colours)
-        drawn = draw(embedded, label="×{}", style=style)
+        all_curves = draw(embedded, label="×{}", style=style)
         for curve in draw(separate, label="×{}, separate", style="dash"):
-            drawn.append(replace(curve, ends=ends))
-        return drawn
+            all_curves.append(replace(curve, ends=ends))
+        return all_curves
 
     ends = f"{baselines.NETWORKS} were trained"
     titles = titles_against_members(ensemble_rows(Rows(table)))

@@ -109,10 +109,10 @@ def compute(ensemble: EmbeddedEnsemble, normals: Tensor) -> dict[str, Any]:
     shown_points = circle(angles, 0)
     # One call for all points: smooth activations tabulate their expectations once per call.
     k = kernels(ensemble, torch.cat([shown_points, circle(DATA, 1), circle(GRID, 1)]))
-    drawn = slice(0, ANGLES)
+    angle_rows = slice(0, ANGLES)
     train = slice(ANGLES, ANGLES + len(DATA))
     test = slice(ANGLES + len(DATA), None)
-    curves = k[drawn, slice(0, 1)]
+    curves = k[angle_rows, slice(0, 1)]
     blocks = (
         curves.nngp.same,
         curves.nngp.cross,
