@@ -12,6 +12,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 WRITING = ("replace", "rename", "mkdir", "fsync", "truncate")
 NEVER = 10**9
@@ -126,3 +127,14 @@ def watched(counter: Counter) -> Iterator[Counter]:
         yield counter
     finally:
         undo()
+
+
+def die_while_writing(path: Path) -> None:
+    """End the process when half of a file is written."""
+    from embens.files import write_atomically
+
+    def write_half(temporary: Path) -> None:
+        temporary.write_text("half")
+        os._exit(1)
+
+    write_atomically(path, write_half)

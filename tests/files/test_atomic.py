@@ -1,12 +1,13 @@
 """Atomic writes, leftovers of killed writers, and work that is killed at any moment."""
 
-import multiprocessing
 import os
 import stat
 import threading
 
+import disk
 import interruption
 import pytest
+from forkserver import call_in_process
 from repeatable_work import FITS
 
 from embens.files import (
@@ -130,7 +131,8 @@ class TestWriteAtomically:
     @pytest.mark.parametrize("name", ["x" * 255, "é" * 127])
     def test_writes_files_with_the_longest_names(self, tmp_path, name):
         write_atomically(tmp_path / name, "old")
-        assert in_another_process(write_and_die, tmp_path / name)[1] == 1
+        _, exit_code = call_in_process(disk.die_while_writing, tmp_path / name)
+        assert exit_code == 1
         assert len(names(tmp_path)) == 2
         write_atomically(tmp_path / name, "new")
         assert names(tmp_path) == {name}
@@ -171,21 +173,9 @@ class TestWriteAtomically:
         assert names(path.parent) == {"file.txt"}
 
 
-def in_another_process(function, *arguments):
-    """Run a function in another process; return its process number and its exit code."""
-    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
-    process.start()
-    process.join()
-    return process.pid, process.exitcode
-
-
-def write_and_die(path):
-    write_atomically(path, lambda temporary: (temporary.write_text("half"), os._exit(1)))
-
-
 class TestLeftovers:
     def test_of_a_killed_writer_are_removed_by_the_next_one(self, path):
-        in_another_process(write_and_die, path)
+        call_in_process(disk.die_while_writing, path)
         assert len(names(path.parent)) == 1
         # Temporary files of another file and of another machine, and a file of the user.
         others = {f".other.{'0' * 8}-1-{'0' * 8}", f".file.txt.{'0' * 8}-1-{'0' * 8}", ".file.txt"}

@@ -1,9 +1,9 @@
 """Locks between processes."""
 
-import multiprocessing
 import os
 
 import pytest
+from forkserver import call_in_process
 
 from embens.files import (
     locked,
@@ -13,14 +13,6 @@ from embens.files import (
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "file.txt"
-
-
-def in_another_process(function, *arguments):
-    """Run a function in another process; return its process number and its exit code."""
-    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
-    process.start()
-    process.join()
-    return process.pid, process.exitcode
 
 
 def lock_and_die(path):
@@ -37,11 +29,12 @@ class TestLocks:
             message = f"^this is in use by process {os.getpid()} on"
             with pytest.raises(BlockingIOError, match=message), locked(path, "this"):
                 pass
-            assert in_another_process(lock_and_die, path)[1] == 7
+            _, exit_code = call_in_process(lock_and_die, path)
+            assert exit_code == 7
         assert not path.exists()
 
     def test_of_a_dead_process_are_free(self, path):
-        process, code = in_another_process(lock_and_die, path)
+        process, code = call_in_process(lock_and_die, path)
         assert code == 1
         assert path.read_text().startswith(f"process {process} on")
         with locked(path, "this"):
