@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from embens import theory
+
 
 def measured_kernels(ensemble: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Return products of outputs and of gradients, ``(member, member, n, n)``, of output 0.
@@ -102,6 +104,27 @@ def expected(k) -> dict[str, Tensor]:
         "individual.same": k.ntk_individual.same,
         "individual.cross": k.ntk_individual.cross,
     }
+
+
+def assert_gradients_agree(draw, x: Tensor, seeds: int, bias: float, width: int = 8) -> None:
+    """Compare the limit's tangent kernels with means over drawn networks.
+
+    Covariances of outputs are left out: one output is one draw, far noisier than gradients.
+
+    Args:
+        draw: Returns a network for ``(generator, width)``, and by default a wide one.
+        x: Inputs.
+        seeds: Number of networks.
+        bias: Error of order 1/width that is allowed, relative to the kernel within members.
+        width: Width of the network whose limit is computed.
+    """
+    limit = expected(theory.kernels(draw(None, width=width), x))
+    for part, (mean, error) in average(draw, x, seeds).items():
+        if part.startswith("nngp"):
+            continue
+        scale = limit[part.replace("cross", "same")].abs().mean()
+        excess = ((mean - limit[part]).abs() - bias * scale).clamp(min=0)
+        assert (excess <= 4 * error + 1e-12).all(), (part, mean, limit[part], error)
 
 
 def points(n: int = 3, features: int = 5, seed: int = 0) -> Tensor:

@@ -6,7 +6,13 @@ import math
 
 import pytest
 import torch
-from theory.measured import average, expected, long_except, measured_kernels, points
+from theory.measured import (
+    assert_gradients_agree,
+    expected,
+    long_except,
+    measured_kernels,
+    points,
+)
 from torch import nn
 
 import embens
@@ -164,14 +170,7 @@ def test_wide_networks_have_these_kernels(name):
         )
         return embens.embed(net, members=3, generator=generator, **options)
 
-    k = expected(theory.kernels(draw(None, width=4), x))
-    measured = average(draw, x, seeds=24)
-    for part, (mean, error) in measured.items():
-        scale = k[part.replace("cross", "same")].abs().mean()
-        if part.startswith("nngp"):  # one output is one draw: far noisier than gradients
-            continue
-        excess = ((mean - k[part]).abs() - 0.02 * scale).clamp(min=0)
-        assert (excess <= 4 * error + 1e-12).all(), (part, mean, k[part], error)
+    assert_gradients_agree(draw, x, seeds=24, bias=0.02, width=4)
 
 
 def test_outputs_have_this_covariance():

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from theory.measured import average, expected, images, long_except, points
+from theory.measured import assert_gradients_agree, average, expected, images, long_except, points
 from torch import nn
 
 import embens
@@ -346,13 +346,7 @@ def test_wide_networks_have_these_kernels(name):
         )  # fmt: skip
         return embens.embed(net, 2, generator=generator, **options)
 
-    k = expected(theory.kernels(draw(None, 4), x))
-    for part, (mean, error) in average(draw, x, seeds=30).items():
-        if part.startswith("nngp"):
-            continue
-        scale = k[part.replace("cross", "same")].abs().mean()
-        excess = ((mean - k[part]).abs() - 0.04 * scale).clamp(min=0)
-        assert (excess <= 4 * error + 1e-12).all(), (part, mean, k[part], error)
+    assert_gradients_agree(draw, x, seeds=30, bias=0.04, width=4)
 
 
 def test_images_can_be_flattened_at_once():

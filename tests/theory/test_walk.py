@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from theory.measured import average, expected, images, points
+from theory.measured import assert_gradients_agree, images, points
 from torch import nn
 from torch.nn import functional as F
 
@@ -164,15 +164,7 @@ def test_wide_networks_have_these_kernels(name):
         net = build(width, generator=generator, **options)
         return embens.embed(net, members=2, generator=generator, **kinds)
 
-    k = expected(theory.kernels(draw(None, width=8), x))
-    measured = average(draw, x, seeds=24)
-    for part, (mean, error) in measured.items():
-        if part.startswith("nngp"):  # one output is one draw: far noisier than gradients
-            continue
-        scale = k[part.replace("cross", "same")].abs().mean()
-        # The bias is of order 1/width: 4 % of the scale at these widths.
-        excess = ((mean - k[part]).abs() - 0.04 * scale).clamp(min=0)
-        assert (excess <= 4 * error + 1e-12).all(), (part, mean, k[part], error)
+    assert_gradients_agree(draw, x, seeds=24, bias=0.04)
 
 
 def jacobian_product(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
