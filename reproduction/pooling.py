@@ -208,7 +208,8 @@ def _group_cells(
 ) -> tuple[dict[Any, list[Any]], dict[Any, list[_PartialCell]]]:
     """Return the positions of cells with all seeds, and the other cells, both by stratum.
 
-    The key of a stratum says how many rows a cell has, and which columns are defined in them.
+    The key of a stratum says which axes a cell has, how many rows, and which columns are defined in
+    them. So baselines, which lack the axes of an experiment, are a stratum of their own.
     """
     import numpy
 
@@ -218,7 +219,7 @@ def _group_cells(
     seeds = sorted(table["seed"].unique())
     complete: dict[Any, list[Any]] = {}
     partial: dict[Any, list[_PartialCell]] = {}
-    for by_seed in _positions_of_cells(table, axes):
+    for cell_key, by_seed in _positions_of_cells(table, axes).items():
         row_counts = {len(positions) for positions in by_seed.values()}
         if len(row_counts) > 1:
             continue  # a run ended early, so that its rows cannot be compared with other seeds
@@ -227,7 +228,8 @@ def _group_cells(
         if diverged[positions].any():
             continue
         is_defined = numpy.isfinite(values[positions]).all(axis=0)
-        key = (is_defined.shape, is_defined.tobytes())
+        has_axes = tuple(value is not None for value in cell_key)
+        key = (has_axes, is_defined.shape, is_defined.tobytes())
         if len(indices) == len(seeds):
             complete.setdefault(key, []).append(positions)
         else:
@@ -236,28 +238,32 @@ def _group_cells(
     return complete, partial
 
 
-def _positions_of_cells(table: Frame, axes: Sequence[str]) -> list[dict[Any, list[int]]]:
-    """Return for each cell the positions of its rows in the table by seed."""
+def _positions_of_cells(
+    table: Frame, axes: Sequence[str]
+) -> dict[tuple[Any, ...], dict[Any, list[int]]]:
+    """Return the positions of the rows of each cell by seed; cells are named by their axes."""
     positions_of_cell: dict[Any, dict[Any, list[int]]] = {}
     cell_keys = table[axes].astype(object).where(table[axes].notna(), None)
     for position, (cell, seed) in enumerate(
         zip(cell_keys.itertuples(index=False, name=None), table["seed"], strict=True)
     ):
         positions_of_cell.setdefault(cell, {}).setdefault(seed, []).append(position)
-    return list(positions_of_cell.values())
+    return positions_of_cell
 
 
 def _find_lender(key: Any, complete: dict[Any, list[Any]]) -> Any:
     """Return the largest stratum in which all columns of a key are defined; None without one."""
     import numpy
 
-    shape, defined = key
+    has_axes, shape, defined = key
     needed = numpy.frombuffer(defined, dtype=bool)
     lenders = []
-    for other_shape, other_defined in complete:
+    for other in complete:
+        other_axes, other_shape, other_defined = other
         offered = numpy.frombuffer(other_defined, dtype=bool)
-        if other_shape == shape and (offered | ~needed).all():
-            lenders.append((other_shape, other_defined))
+        is_same_kind = (other_axes, other_shape) == (has_axes, shape)
+        if is_same_kind and (offered | ~needed).all():
+            lenders.append(other)
     return max(lenders, key=lambda lender: len(complete[lender]), default=None)
 
 

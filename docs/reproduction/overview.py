@@ -13,6 +13,7 @@ from typing import Any
 
 from docs.reproduction.claims import count_text
 from docs.reproduction.statements import FIGURES, Figure
+from reproduction.claims import FAILS, HOLDS, UNDECIDED
 from reproduction.competitors import (
     FOUR_NETWORKS,
     ONE,
@@ -158,7 +159,11 @@ BEYOND = {
 def markdown(entries: list[dict[str, Any]]) -> str:
     """Return the page of entries from :func:`reproduction.report.page.collect`."""
     by_title = {(entry["name"], entry["manifest"]["preset"]): entry for entry in entries}
-    lines = [HEAD, table_row("experiment", "the paper", "measured", "verdict", "what we see")]
+    lines = [
+        HEAD,
+        verdicts_text(entries),
+        table_row("experiment", "the paper", "measured", "verdict", "what we see"),
+    ]
     lines.append(table_row(*["-"] * 5))
     for figure in FIGURES:
         runs = [by_title[figure.name, name] for name in PRESETS if (figure.name, name) in by_title]
@@ -178,6 +183,22 @@ def markdown(entries: list[dict[str, Any]]) -> str:
         squared=number_text(gradients["cos² ∝ 1/width (theory)"]["value"], 1),
     )
     return "\n".join(lines) + "\n" + gains_text(by_title["transition", "cpu"]) + tail
+
+
+def verdicts_text(entries: list[dict[str, Any]]) -> str:
+    """Return how many claims of the paper hold at ``cpu``; our own experiments do not count."""
+    figures = {figure.name for figure in FIGURES}
+    claims = []
+    for entry in entries:
+        if entry["manifest"]["preset"] == "cpu" and entry["name"] in figures:
+            claims += [claim for claim in entry["claims"] if not claim["paper"].startswith("–")]
+    verdicts = [claim["verdict"] for claim in claims]
+    missing = sum(claim["note"].startswith("missing") for claim in claims)
+    return (
+        f"At `cpu` {len(claims)} of the paper's statements are tested: {verdicts.count(HOLDS)} "
+        f"hold, {verdicts.count(FAILS)} do not hold, and {verdicts.count(UNDECIDED)} are "
+        f"undecided, {missing} of them because cells were not run.\n"
+    )
 
 
 def gains_text(entry: dict[str, Any]) -> str:

@@ -268,3 +268,15 @@ def test_a_quantity_without_noise_does_not_separate_cells():
     assert judgement.verdict == HOLDS
     half_width = (judgement.high - judgement.low) / 2
     assert half_width == pytest.approx(2.03 * 0.01 / math.sqrt(2), rel=0.5)
+
+
+def test_baselines_do_not_lend_their_noise_to_an_experiment():
+    # Cells with one member lack a seed and a correlation, like the noisier network beside them.
+    table = simulate(numpy.random.default_rng(3))
+    table["correlation"] = table["accuracy"].where(table["members"] > 1)
+    table = table[(table["members"] > 1) | (table["seed"] < 2)]
+    networks = pandas.DataFrame({"networks": 1.0, "seed": range(3), "accuracy": [0.1, 0.5, 0.9]})
+    table = pandas.concat([table, networks], ignore_index=True)
+    single = claim_of(lambda rows: rows.where(p=0.3, members=1).mean("accuracy"), above=0.0)
+    (judgement,) = judge([single], table, (*AXES, "networks"))
+    assert judgement.high - judgement.low < 0.1
