@@ -1,13 +1,13 @@
 """Tables with redrawn residuals, for confidence intervals that pool all cells of a sweep.
 
 The model and its assumptions are explained in :mod:`reproduction.claims`. Residuals are drawn from
-all cells of a *stratum*: cells with the same number of rows in which the same columns are defined.
-A residual consists of all rows and columns of one cell and seed, so that quantities that belong
-together stay together. A cell that lacks some seeds gets residuals of the complete cells, and the
-effects of its seeds relative to all seeds. If no cell of a stratum is complete, its cells get the
-residuals of a stratum in which the same columns, and others, are defined. Without such a stratum
-their noise is not known, and statistics that depend on them have no interval. Cells in which a run
-diverged keep their values.
+all cells of a *stratum*: cells with the same axes and the same number of rows, in which the same
+columns are defined. Columns that do not differ between seeds do not count. A residual consists of
+all rows and columns of one cell and seed, so that quantities that belong together stay together. A
+cell that lacks some seeds gets residuals of the complete cells, and the effects of its seeds
+relative to all seeds. If no cell of a stratum is complete, its cells get the residuals of a stratum
+in which the same columns, and others, are defined. Without such a stratum their noise is not known,
+and statistics that depend on them have no interval. Cells in which a run diverged keep their values.
 """
 
 import math

@@ -50,6 +50,12 @@ def test_the_caption_of_the_readme_states_the_table(equal_compute):
     assert "Four members are too many" in caption
     for budget in (1, 2, 4):
         assert value("nll", four, budget) > value("nll", two, budget)
+    index = " ".join((DOCS / "index.md").read_text().split())
+    assert "At 1 × and 2 × one network trained as long is better." in index
+    assert (
+        "Two networks, with twice the parameters, are about as good as two members at 4 ×" in index
+    )
+    assert "Four members are worse than two at every compute here." in index
     assert "two seeds" in caption
     assert read_table(DOCS / "compare" / "cpu")["seed"].nunique() == 2
 
