@@ -7,7 +7,8 @@ all rows and columns of one cell and seed, so that quantities that belong togeth
 cell that lacks some seeds gets residuals of the complete cells, and the effects of its seeds
 relative to all seeds. If no cell of a stratum is complete, its cells get the residuals of a stratum
 in which the same columns, and others, are defined. Without such a stratum their noise is not known,
-and statistics that depend on them have no interval. Cells in which a run diverged keep their values.
+and statistics that depend on them have no interval. Cells in which a run diverged keep their
+values.
 """
 
 import math
