@@ -196,3 +196,25 @@ def test_an_interval_is_the_mean_of_the_intervals_of_the_groups():
         ends.append(np.stack([centre - quantile * spread, centre + quantile * spread], 1))
 
     np.testing.assert_allclose(model.predict_interval(X, 0.8), np.mean(ends, 0), rtol=1e-5)
+
+
+class TestWideTables:
+    """Columns that are selected by the target of held-out rows would make their losses too low."""
+
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(200, 300))
+    y = rng.integers(0, 2, 200)
+
+    def test_they_have_one_split_and_honest_held_out_losses(self):
+        with pytest.warns(UserWarning, match="Columns ignored"):
+            model = classifier(members=8, max_columns=20).fit(self.X, self.y)
+        assert isinstance(model.ensemble_, EmbeddedEnsemble)
+        # The target is noise: no model is better than log 2 by more than chance.
+        assert model.held_out_["ensemble"] > 0.67
+
+    def test_folds_are_refused_unless_all_columns_are_used(self):
+        small = {"members": 4, "width": 8, "max_epochs": 1}
+        with pytest.raises(ValueError, match=r"300 numeric columns and 200 rows.*max_columns=300"):
+            classifier(folds=2, **small).fit(self.X, self.y)
+        model = classifier(folds=2, max_columns=300, **small).fit(self.X, self.y)
+        assert len(model.ensemble_.groups) == 2

@@ -61,8 +61,9 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
         folds: 1 holds out a part of the rows. A larger number cross-fits: the members form as many
             groups, each with another held-out fold, so that all rows train and calibrate. It
             must divide the number of members. "auto" is 4, or 1 where groups are impossible:
-            fewer than 50 rows, members that do not form four groups of two or more, or a value
-            for ``validation_fraction``, ``time_limit``, ``refit`` or ``keep_members``.
+            fewer than 50 rows, a wide table whose columns are selected (``max_columns``), members
+            that do not form four groups of two or more, or a value for ``validation_fraction``,
+            ``time_limit``, ``refit`` or ``keep_members``.
         calibrate: Whether to fit a temperature on the validation rows.
         warm_start: Whether another ``fit`` continues from the current weights.
         random_state: An integer makes the fit deterministic.

@@ -11,7 +11,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 from embens.tabular import defaults
-from embens.tabular.columns import FOLDS, Preprocessing, learn_columns
+from embens.tabular.columns import FOLDS, Preprocessing, choose_categorical, learn_columns
 from embens.tabular.defaults import Arguments
 from embens.tabular.frames import Table
 from embens.tabular.gaussians import GaussianHead
@@ -216,7 +216,7 @@ def _encode_rows(
     seed, split_seed = seeds
     fraction = arguments.validation_fraction
     strata = head.strata(values)
-    folds_of_members = count_folds(arguments, table.rows, previous)
+    folds_of_members = count_folds(table, arguments, previous)
     if folds_of_members > 1:
         fraction = 0.0
     split = split_rows(table.rows, fraction, head.calibration_stride, strata, split_seed)
@@ -258,10 +258,27 @@ def _encode_rows(
     )
 
 
-def count_folds(arguments: Arguments, rows: int, previous: "Fitted | None") -> int:
-    """Return the number of folds; 1 is one split. By default a continued fit keeps its folds."""
+def count_folds(table: Table, arguments: Arguments, previous: "Fitted | None") -> int:
+    """Return the number of folds; 1 is one split.
+
+    By default a continued fit keeps its folds. A wide table has one split: its columns are selected
+    by the targets of the training rows, which must not include the held-out rows.
+    """
     if previous is not None:
         folds = len(getattr(previous.ensemble, "groups", [previous.ensemble]))
         if arguments.folds in ("auto", folds):
             return folds
-    return defaults.choose_folds(rows, arguments)
+    folds = defaults.choose_folds(table.rows, arguments)
+    if folds == 1:
+        return 1
+    categorical = choose_categorical(table, arguments.categorical_features)
+    numeric = len(table.names) - len(categorical)
+    if not defaults.is_wide(arguments.max_columns, numeric, table.rows):
+        return folds
+    if arguments.folds == "auto":
+        return 1
+    raise ValueError(
+        f"This table has {numeric} numeric columns and {table.rows} rows, so some columns are "
+        f"selected, which needs one split of the rows, but folds={arguments.folds}. Use folds=1, "
+        f"or max_columns={numeric} to use all columns."
+    )
