@@ -51,7 +51,7 @@ def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble
         fields = Fields(header, f"{path.name}: header", ["format", "version", "spec"], ["shared"])
         spec = read_spec(fields.get("spec"), f"{path.name}: spec")
         spec.check_reference(reference)
-        values = _stacks(path.name, spec, reference, tensors)
+        values = _StackReader(path.name, spec, reference, tensors).read_all()
         copied = copy_reference(reference)
         ensemble = EmbeddedEnsemble(copied, spec, values)
         if "generator_state" in tensors:
@@ -69,57 +69,88 @@ def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble
     return ensemble
 
 
-def _stacks(
-    name: str, spec: EnsembleSpec, reference: nn.Module, tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the members' values of a file, as parameters or buffers."""
+class _StackReader:
+    """Reads the members' values of a file, as parameters or buffers.
 
-    def stack(key: str, shape: tuple[int, ...], example: Tensor) -> Tensor:
-        tensor = tensors.get("individual." + key.replace(".", "/"))
+    Args:
+        name: Name of the file, for error messages.
+        spec: How members differ.
+        reference: The network that the ensemble is made of.
+        tensors: All tensors of the file.
+    """
+
+    def __init__(
+        self, name: str, spec: EnsembleSpec, reference: nn.Module, tensors: Mapping[str, Tensor]
+    ):
+        self.name = name
+        self.spec = spec
+        self.reference = reference
+        self.tensors = tensors
+        self.layers = find_layers(reference)
+
+    def read_all(self) -> dict[str, Tensor]:
+        """Return the values ``(member, …)`` by name.
+
+        The order is that of :func:`embens.embed.build`, so that optimizers find their parameters.
+        """
+        values = self._read_per_member()
+        for site in self.spec.sites:
+            if not site.fresh:
+                tensor = self._read(site.key, (site.size,), self._example(site.layer))
+                values[site.key] = nn.Parameter(tensor) if site.trainable else tensor
+        for low_rank in self.spec.low_rank:
+            layer = self.layers[low_rank.layer]
+            rows, columns = layer.matrix(self.reference.get_submodule(layer.module)).shape
+            shapes = {"left": (rows, low_rank.rank), "right": (low_rank.rank, columns)}
+            for part, shape in shapes.items():
+                key = f"{low_rank.layer}.{part}"
+                tensor = self._read(key, shape, self._example(low_rank.layer))
+                values[key] = nn.Parameter(tensor)
+        return values
+
+    def _read_per_member(self) -> dict[str, Tensor]:
+        """Return the separate tensors; those that are tied in the reference stay tied."""
+        values: dict[str, Tensor] = {}
+        tied: dict[int, Tensor] = {}
+        for item in self.spec.per_member:
+            module = self.reference.get_submodule(item.module)
+            for tensor_name in item.tensors:
+                key = f"{item.module}.{tensor_name}".lstrip(".")
+                original = getattr(module, tensor_name)
+                tensor = self._read(key, tuple(original.shape), original)
+                if isinstance(original, nn.Parameter):
+                    if id(original) not in tied:
+                        tied[id(original)] = nn.Parameter(tensor, original.requires_grad)
+                    tensor = tied[id(original)]
+                values[key] = tensor
+        return values
+
+    def _read(self, key: str, shape: tuple[int, ...], example: Tensor) -> Tensor:
+        """Return a tensor of all members.
+
+        Args:
+            key: Its name.
+            shape: Its shape for one member.
+            example: A tensor of the reference with its type and device.
+        """
+        tensor = self.tensors.get("individual." + key.replace(".", "/"))
         if tensor is None:
-            raise Refused(f"{name}: the tensor {key!r} is missing. {FIX}")
-        expected = (spec.members, *shape)
+            raise Refused(f"{self.name}: the tensor {key!r} is missing. {FIX}")
+        expected = (self.spec.members, *shape)
         if tuple(tensor.shape) != expected:
             raise Refused(
-                f"{name}: header and tensors disagree: {key!r} has shape {tuple(tensor.shape)}, "
-                f"{spec.members} members of this reference need {expected}. Pass the architecture "
-                "that was saved; if it is the same, the file is damaged."
+                f"{self.name}: header and tensors disagree: {key!r} has shape "
+                f"{tuple(tensor.shape)}, {self.spec.members} members of this reference need "
+                f"{expected}. Pass the architecture that was saved; if it is the same, the file is "
+                "damaged."
             )
         if tensor.dtype != example.dtype:
-            raise Refused(_describe_difference(name, key, tensor, expected, example.dtype))
+            raise Refused(_describe_difference(self.name, key, tensor, expected, example.dtype))
         return tensor if example.is_meta else tensor.to(example.device)
 
-    layers = find_layers(reference)
-
-    def example_of(layer_name: str) -> Tensor:
-        return next(reference.get_submodule(layers[layer_name].module).parameters())
-
-    # The order is that of embens.embed.build, so that optimizers find their parameters.
-    values: dict[str, Tensor] = {}
-    tied: dict[int, Tensor] = {}
-    for item in spec.per_member:
-        for tensor_name in item.tensors:
-            key = f"{item.module}.{tensor_name}".lstrip(".")
-            original = getattr(reference.get_submodule(item.module), tensor_name)
-            tensor = stack(key, tuple(original.shape), original)
-            if isinstance(original, nn.Parameter):
-                if id(original) not in tied:
-                    tied[id(original)] = nn.Parameter(tensor, original.requires_grad)
-                tensor = tied[id(original)]
-            values[key] = tensor
-    for site in spec.sites:
-        if not site.fresh:
-            tensor = stack(site.key, (site.size,), example_of(site.layer))
-            values[site.key] = nn.Parameter(tensor) if site.trainable else tensor
-    for low_rank in spec.low_rank:
-        layer = layers[low_rank.layer]
-        rows, columns = layer.matrix(reference.get_submodule(layer.module)).shape
-        shapes = {"left": (rows, low_rank.rank), "right": (low_rank.rank, columns)}
-        for part, shape in shapes.items():
-            key = f"{low_rank.layer}.{part}"
-            tensor = stack(key, shape, example_of(low_rank.layer))
-            values[key] = nn.Parameter(tensor)
-    return values
+    def _example(self, layer_name: str) -> Tensor:
+        """Return a parameter of a layer of the reference."""
+        return next(self.reference.get_submodule(self.layers[layer_name].module).parameters())
 
 
 def _describe_difference(

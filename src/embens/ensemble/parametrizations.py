@@ -72,8 +72,8 @@ def copy_with_plain_classes(reference: nn.Module) -> nn.Module:
         return copy_module(reference)
     plain_modules: dict[int, nn.Module] = {}
     for module in parametrized:
-        original_class = type(module).__mro__[1]
-        plain_module = original_class.__new__(original_class)
+        original_class: Any = type(module).__mro__[1]
+        plain_module = object.__new__(original_class)
         nn.Module.__init__(plain_module)
         plain_modules[id(module)] = plain_module
     # The network and the attributes are copied at once, so that both refer to the same modules.
