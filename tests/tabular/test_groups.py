@@ -218,3 +218,14 @@ class TestWideTables:
             classifier(folds=2, **small).fit(self.X, self.y)
         model = classifier(folds=2, max_columns=300, **small).fit(self.X, self.y)
         assert len(model.ensemble_.groups) == 2
+
+
+def test_few_calibration_rows_are_warned_of():
+    X, target = mixed_table(80)
+    model = regressor(folds=2, max_epochs=1).fit(X, target)
+    with pytest.warns(UserWarning, match=r"Only 80 held-out rows.*Fit with more rows\.$"):
+        model.predict_interval(X)
+    X, target = mixed_table(200)
+    model = regressor(max_epochs=1).fit(X, target)
+    with pytest.warns(UserWarning, match="larger validation_fraction, or folds=4"):
+        model.predict_interval(X)

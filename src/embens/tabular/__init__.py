@@ -1,7 +1,7 @@
 """scikit-learn estimators for tables.
 
-``EmbeddedEnsembleClassifier`` and ``EmbeddedEnsembleRegressor`` preprocess, tune, train and
-calibrate by themselves. ``load`` reads files that they ``save``. ``neg_nll`` and ``neg_crps`` are
+``EmbeddedEnsembleClassifier`` and ``EmbeddedEnsembleRegressor`` preprocess, train and calibrate by
+themselves. ``load`` reads files that they ``save``. ``neg_nll`` and ``neg_crps`` are
 scorers for ``scoring=``.
 
 A fit goes through these files, in this order. The last column has the parts of scikit-learn with
@@ -23,8 +23,8 @@ columns             encode the columns                            ColumnTransfor
 bins                bins and scores of numeric columns            KBinsDiscretizer, RobustScaler,
                                                                   QuantileTransformer
 selection           columns of a wide table                       SelectFromModel
-pipeline            search, training, calibration                 HalvingGridSearchCV
-groups              the same with cross-fitting                   cross_val_predict
+groups              training and calibration with cross-fitting   cross_val_predict
+pipeline            the same with one split; search               HalvingGridSearchCV
 perceptron          inputs, network, ensemble                     MLPClassifier
 descent             training loop                                 MLPClassifier.fit
 =================== ============================================= =================================
@@ -33,7 +33,8 @@ Fitted values pass from file to file in two frozen dataclasses: ``preparation.Pr
 encoded rows, ``pipeline.Fitted`` has everything that predictions need. A *head*
 (``targets.Head``) is all that depends on the kind of target.
 
-Predictions use ``predictor``. ``display``, ``storage`` and ``parsing`` show, save and load a model.
+Predictions use ``predictor`` and ``first_layer``. ``display``, ``storage`` and ``parsing`` show,
+save and load a model.
 """
 
 try:

@@ -212,10 +212,13 @@ class TableEstimator(Display, Arguments, BaseEstimator):
             )
         if coverage is not None and 0 < coverage < 1 and len(scores) < RELIABLE_ROWS:
             error = math.sqrt(coverage * (1 - coverage) / (len(scores) + 2))
+            fix = "Fit with more rows."
+            if isinstance(self.ensemble_, EmbeddedEnsemble):
+                fix = "Fit with more rows, a larger validation_fraction, or folds=4."
             warn(
                 f"Only {len(scores)} held-out rows calibrate this prediction. Its coverage is "
                 f"{coverage:g} on average over calibration rows, with a standard deviation of "
-                f"{error:.2f}. Fit with more rows or a larger validation_fraction."
+                f"{error:.2f}. {fix}"
             )
         return scores
 
