@@ -21,11 +21,6 @@ KIND = Format("numbers", 1)
 posix_only = pytest.mark.skipif(os.name != "posix", reason="needs posix permissions and links")
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.txt"
-
-
 def names(folder):
     return {path.name for path in folder.iterdir()}
 

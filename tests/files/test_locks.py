@@ -10,11 +10,6 @@ from embens.files import (
 )
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.txt"
-
-
 def lock_and_die(path):
     try:
         with locked(path, "this"):

@@ -17,11 +17,6 @@ from embens.files import (
 KIND = Format("numbers", 1)
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.txt"
-
-
 class TestTrees:
     TREE = {  # noqa: RUF012
         "a": [1, 2.5, "b", None, True, float("inf"), 0.1 + 0.2],

@@ -18,11 +18,6 @@ from embens.files import (
 KIND = Format("numbers", 1)
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "file.txt"
-
-
 class TestTensors:
     def test_of_every_shape_and_type_are_restored(self, path):
         matrix = torch.arange(12.0).view(3, 4)
