@@ -4,25 +4,13 @@ import math
 
 import pytest
 import torch
-from theory.hand_made import TRAIN, random_kernels, split
+from theory.hand_made import TRAIN, close, random_kernels, split, targets
 
 import embens
 from embens.theory import FlowSettings, gradient_descent, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel
 
 INF = math.inf
-
-
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
-
-
-def close(actual, expected, **tolerance):
-    torch.testing.assert_close(actual, expected, **(tolerance or EXACT))
-
-
-def targets(*shape, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def zeros_like(kernel: MemberKernel) -> MemberKernel:
@@ -93,23 +81,30 @@ class TestSingularKernels:
 
     def test_are_cured_by_a_jitter_that_acts_as_a_ridge(self):
         y = targets(5)
-        parts, members, jitter = self.parts(), 3, 0.1
-        flow = gradient_flow(*parts, y, members, gamma=2.0, settings=FlowSettings(jitter=jitter))
-        mean_kernel = [k.ntk(members, 2.0).modes(members)[0] for k in parts[:2]]
-        ridge = mean_kernel[0] + jitter * torch.eye(5, dtype=torch.float64)
-        close(flow.mean(INF), mean_kernel[1] @ torch.linalg.solve(ridge, y))
+        train, test_train, test = self.parts()
+        members, jitter = 3, 0.1
+        settings = FlowSettings(jitter=jitter)
 
+        flow = gradient_flow(train, test_train, test, y, members, gamma=2.0, settings=settings)
+
+        mean_train, _ = train.ntk(members, 2.0).modes(members)
+        mean_test_train, _ = test_train.ntk(members, 2.0).modes(members)
+        ridge = mean_train + jitter * torch.eye(5, dtype=torch.float64)
+        close(flow.mean(INF), mean_test_train @ torch.linalg.solve(ridge, y))
         assert flow.jitter == jitter
         assert flow.rank == (5, 5)
 
     def test_grow_linearly_where_only_test_data_respond(self):
         """A kernel that no network has: the limit of (1 - exp(-λt/B)) / λ as λ goes to 0."""
-        none, one = torch.zeros(1, 1), torch.ones(1, 1)
-        nothing, some = MemberKernel(none, none), MemberKernel(one, none)
-        train, test_train = Kernels(some, nothing, nothing), Kernels(nothing, some, nothing)
-        flow = gradient_flow(train, test_train, None, torch.tensor([3.0]), members=1, gamma=1.0)
-        assert flow.mean(5.0).tolist() == [15.0]
+        zero = MemberKernel(torch.zeros(1, 1), torch.zeros(1, 1))
+        one = MemberKernel(torch.ones(1, 1), torch.zeros(1, 1))
+        train = Kernels(one, zero, zero)
+        test_train = Kernels(zero, one, zero)
         y = torch.tensor([3.0])
+
+        flow = gradient_flow(train, test_train, None, y, members=1, gamma=1.0)
+        assert flow.mean(5.0).tolist() == [15.0]
+
         descent = gradient_descent(train, test_train, None, y, members=1, gamma=1.0, rate=0.5)
         assert descent.mean(4).tolist() == [6.0]
         assert flow.largest_stable_rate == (INF, INF)
@@ -128,10 +123,8 @@ def test_duplicates_do_not_drift_at_long_times_far_from_the_data():
     """Rounding in null directions grows with the test inputs; time must not blow it up."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    train, test = (
-        torch.cat([x, x[:1]]),
-        100 * torch.randn(3, 4, generator=generator, dtype=torch.float64),
-    )
+    train = torch.cat([x, x[:1]])
+    test = 100 * torch.randn(3, 4, generator=generator, dtype=torch.float64)
     y = torch.randn(7, generator=generator, dtype=torch.float64)
     ensemble = embens.embed(embens.networks.mlp(4, 4, 2), 2)
     parts = embens.theory.kernels(ensemble, train), embens.theory.kernels(ensemble, test, train)

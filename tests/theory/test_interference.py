@@ -85,26 +85,29 @@ class TestPerceptrons:
         pre, post = LAWS[name]
         x = points(2)
         computed = theory.interference(ensemble_of(256, depth, pre, post), x, gamma=4)
-        drawn, error = variance(sampled_tangents(x, 256, depth, torch.relu, pre, post, draws=2000))
-        assert ((drawn / computed - 1).abs() < 4 * error + 20 * depth / 256).all()
+        samples = sampled_tangents(x, 256, depth, torch.relu, pre, post, draws=2000)
+        measured, error = variance(samples)
+
+        assert ((measured / computed - 1).abs() < 4 * error + 20 * depth / 256).all()
 
     def test_with_smooth_activations_agree_with_drawn_networks(self):
         x = points(2)
         pre, post = laws.Signs(0.5), laws.Signs(0.3)
         ensemble = ensemble_of(256, 2, pre, post, activation="tanh")
         computed = theory.interference(ensemble, x, gamma=4)
-        drawn, error = variance(sampled_tangents(x, 256, 2, torch.tanh, pre, post, draws=2000))
+        samples = sampled_tangents(x, 256, 2, torch.tanh, pre, post, draws=2000)
+        measured, error = variance(samples)
 
-        assert ((drawn / computed - 1).abs() < 4 * error + 0.05).all()
+        assert ((measured / computed - 1).abs() < 4 * error + 0.05).all()
 
     def test_error_falls_with_the_width(self):
         x = points(1)
         errors = []
         for width in (16, 64):
             computed = theory.interference(ensemble_of(width, 2, SIGNS, SIGNS), x, gamma=4)
-            draws = sampled_tangents(x, width, 2, torch.relu, SIGNS, SIGNS, draws=20_000)
-            drawn, _ = variance(draws)
-            errors.append((drawn / computed - 1).item())
+            samples = sampled_tangents(x, width, 2, torch.relu, SIGNS, SIGNS, draws=20_000)
+            measured, _ = variance(samples)
+            errors.append((measured / computed - 1).item())
 
         assert errors[0] > 0.5  # a narrow network has terms of higher order
         assert abs(errors[1]) < 0.5 * errors[0]
@@ -116,61 +119,69 @@ class TestPerceptrons:
         pre, post = LAWS[name]
         x = points(2)
         computed = theory.interference(ensemble_of(1024, depth, pre, post), x, gamma=4)
-        draws = sampled_tangents(x, 1024, depth, torch.relu, pre, post, draws=16_000)
-        drawn, error = variance(draws)
+        samples = sampled_tangents(x, 1024, depth, torch.relu, pre, post, draws=16_000)
+        measured, error = variance(samples)
 
-        assert ((drawn / computed - 1).abs() < 0.05 + 3 * error).all()
+        assert ((measured / computed - 1).abs() < 0.05 + 3 * error).all()
 
 
-def drawn_images(channels, pre, post, x1, x2, *, draws, readout):
+def outputs_of_images(weights, x, post, pre, readout):
+    """Return the output of a member for one image."""
+    first, second, last = weights
+    h = F.conv2d(x[None], first * math.sqrt(2 / first[0].numel()), padding=1)
+    h = post[0][:, None, None] * torch.relu(pre[0][:, None, None] * h)
+    h = F.avg_pool2d(h, 2)
+    h = F.conv2d(h, second * math.sqrt(2 / second[0].numel()), padding=1)
+    h = post[1][:, None, None] * torch.relu(pre[1][:, None, None] * h)
+    h = h.mean((2, 3)) if readout == "mean" else h.flatten(1)
+    return (h @ (last * math.sqrt(2 / len(last)))).squeeze()
+
+
+def sample_tangents_of_images(channels, pre, post, x1, x2, *, draws, readout):
     """Return the tangent kernel between two members of drawn convolutional networks."""
     generator = torch.Generator().manual_seed(0)
     pixels = 1 if readout == "mean" else 4
+    batch = 50
 
-    def network(weights, x, u, v):
-        first, second, last = weights
-        h = F.conv2d(x[None], first * math.sqrt(2 / first[0].numel()), padding=1)
-        h = u[0][:, None, None] * torch.relu(v[0][:, None, None] * h)
-        h = F.avg_pool2d(h, 2)
-        h = F.conv2d(h, second * math.sqrt(2 / second[0].numel()), padding=1)
-        h = u[1][:, None, None] * torch.relu(v[1][:, None, None] * h)
-        h = h.mean((2, 3)) if readout == "mean" else h.flatten(1)
-        return (h @ (last * math.sqrt(2 / len(last)))).squeeze()
-
-    def tangent(first, second, last, u1, u2, v1, v2):
+    def tangent(first, second, last, post1, post2, pre1, pre2):
         weights = first, second, last
-        gradients1 = grad(network)(weights, x1, u1, v1)
-        gradients2 = grad(network)(weights, x2, u2, v2)
+        gradients1 = grad(outputs_of_images)(weights, x1, post1, pre1, readout)
+        gradients2 = grad(outputs_of_images)(weights, x2, post2, pre2, readout)
         return sum((a * b).sum() for a, b in zip(gradients1, gradients2, strict=True))
 
-    def normal(*shape):
-        return torch.randn(shape, generator=generator)
+    def draw_weights(*shape):
+        return torch.randn(batch, *shape, generator=generator)
 
-    def modulation(law):
-        shape = (50, 2, channels)
-        return torch.ones(shape) if law is None else law.sample(shape, generator)
+    def draw_modulations(law):
+        shape = (batch, 2, channels)
+        if law is None:
+            return torch.ones(shape)
+        return law.sample(shape, generator)
 
-    parts = []
-    for _ in range(draws // 50):
-        weights = (
-            normal(50, channels, x1.shape[0], 3, 3),
-            normal(50, channels, channels, 3, 3),
-            normal(50, channels * pixels),
-        )
-        modulations = [modulation(law) for law in (post, post, pre, pre)]
-        parts.append(vmap(tangent)(*weights, *modulations))
-    return torch.cat(parts).double()
+    samples = []
+    for _ in range(draws // batch):
+        first = draw_weights(channels, x1.shape[0], 3, 3)
+        second = draw_weights(channels, channels, 3, 3)
+        last = draw_weights(channels * pixels)
+        modulations = [draw_modulations(law) for law in (post, post, pre, pre)]
+        samples.append(vmap(tangent)(first, second, last, *modulations))
+    return torch.cat(samples).double()
 
 
 def convolutional(channels, readout):
     law = {"weight_std": 2**0.5}
-    pool = [nn.AdaptiveAvgPool2d(1)] if readout == "mean" else []
-    features = channels if readout == "mean" else 4 * channels
-    return nn.Sequential(
-        Conv2d(2, channels, 3, padding=1, **law), nn.ReLU(), nn.AvgPool2d(2),
-        Conv2d(channels, channels, 3, padding=1, **law), nn.ReLU(),
-        *pool, nn.Flatten(), Linear(features, 1, **law),
-    )  # fmt: skip
+    layers = [
+        Conv2d(2, channels, 3, padding=1, **law),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        Conv2d(channels, channels, 3, padding=1, **law),
+        nn.ReLU(),
+    ]
+    features = 4 * channels
+    if readout == "mean":
+        layers.append(nn.AdaptiveAvgPool2d(1))
+        features = channels
+    return nn.Sequential(*layers, nn.Flatten(), Linear(features, 1, **law))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +192,7 @@ def test_images_agree_with_drawn_networks(readout, name):
     x = images(2, size=4)
     ensemble = embens.embed(convolutional(32, readout), 4, pre=pre, post=post)
     computed = theory.interference(ensemble, x, gamma=4)[0, 1]
-    draws = drawn_images(32, pre, post, x[0], x[1], draws=2000, readout=readout)
-    drawn, error = variance(draws)
+    samples = sample_tangents_of_images(32, pre, post, x[0], x[1], draws=2000, readout=readout)
+    measured, error = variance(samples)
 
-    assert abs(drawn / computed - 1) < 4 * error + 0.1
+    assert abs(measured / computed - 1) < 4 * error + 0.1

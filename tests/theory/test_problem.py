@@ -1,18 +1,13 @@
-"""What is wrong with kernels and targets is said."""
+"""Invalid kernels, targets and times raise errors with a fix."""
 
 import math
 
 import pytest
 import torch
-from theory.hand_made import TEST, TRAIN, random_kernels, split
+from theory.hand_made import TEST, TRAIN, random_kernels, split, targets
 
 from embens.theory import FlowSettings, gradient_flow
 from embens.theory.kernel import Kernels, MemberKernel
-
-
-def targets(*shape, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 class TestErrors:
@@ -20,8 +15,16 @@ class TestErrors:
         ("change", "error", "message"),
         [
             ({"k_train_train": torch.eye(3)}, TypeError, "k_train_train must be Kernels.*Tensor"),
-            ({"k_test_train": "mT"}, ValueError, r"k_test_train.*got \(7, 4\).*\.mT"),
-            ({"k_test_test": "train"}, ValueError, r"k_test_test.* must have shape \(4, 4\)"),
+            (
+                {"k_test_train": split(random_kernels())[1].mT},
+                ValueError,
+                r"k_test_train.*got \(7, 4\).*\.mT",
+            ),
+            (
+                {"k_test_test": split(random_kernels())[0]},
+                ValueError,
+                r"k_test_test.* must have shape \(4, 4\)",
+            ),
             ({"y": [1.0]}, TypeError, "y must be a tensor; got list"),
             ({"y": torch.zeros(3)}, ValueError, r"a row for each of the 7 train.*got \(3,\)"),
             ({"y": torch.full((7,), math.nan)}, ValueError, "y must be finite; got 7 values"),
@@ -42,15 +45,18 @@ class TestErrors:
             ),
         ],
     )
-    def test_say_what_was_expected(self, change, error, message):
+    def test_name_the_argument_and_its_value(self, change, error, message):
         train, test_train, test = split(random_kernels())
-        given = {"k_train_train": train, "k_test_train": test_train, "k_test_test": test}
-        given |= {"y": targets(TRAIN), "members": 8, "gamma": 8.0}
-        named = {"mT": test_train.mT, "train": train}
-        given |= {k: named.get(v, v) if isinstance(v, str) and k != "gamma" else v
-                  for k, v in change.items()}  # fmt: skip
+        arguments = {
+            "k_train_train": train,
+            "k_test_train": test_train,
+            "k_test_test": test,
+            "y": targets(TRAIN),
+            "members": 8,
+            "gamma": 8.0,
+        }
         with pytest.raises(error, match=message):
-            gradient_flow(**given)
+            gradient_flow(**{**arguments, **change})
 
     def test_refuse_train_kernels_that_are_not_symmetric_or_finite(self):
         train, test_train, test = split(random_kernels())
