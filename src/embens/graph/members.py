@@ -233,22 +233,32 @@ def _linear_with_merged_weights(
     count: int,
 ) -> Tensor:
     """Apply a Linear layer with a weight for each member; see :func:`modulated_linear`."""
-    pre = pre.to(weight.dtype)
-    weights = pre.unsqueeze(2) * weight
-    if post is not None:
-        if repeat > 1:
-            post = post.repeat_interleave(repeat, dim=1)
-        weights = weights * post.to(weight.dtype).unsqueeze(1)
+    weights = merged_weights(weight, pre, post, repeat)
     if bias is not None:
-        bias = pre * bias
+        bias = pre.to(bias.dtype) * bias
     if count == 1:
-        return F.linear(x, weights[0], None if bias is None else bias[0])
+        return F.linear(x, weights[0].t(), None if bias is None else bias[0])
     rows = x.reshape(count, -1, x.shape[-1])
     if bias is None:
-        outputs = torch.bmm(rows, weights.mT)
+        outputs = torch.bmm(rows, weights)
     else:
-        outputs = torch.baddbmm(bias.unsqueeze(1), rows, weights.mT)
+        outputs = torch.baddbmm(bias.unsqueeze(1), rows, weights)
     return outputs.view(*x.shape[:-1], -1)
+
+
+def merged_weights(weight: Tensor, pre: Tensor, post: Tensor | None, repeat: int) -> Tensor:
+    """Return the weights of the members of a Linear layer, ``(member, input, output)``.
+
+    This order is that of the gradient of a product of rows with weights, so the elementwise
+    operations of the backward pass find both of their arguments contiguous.
+    """
+    scales = pre.to(weight.dtype).unsqueeze(1)
+    if post is not None:
+        post = post.to(weight.dtype)
+        if repeat > 1:
+            post = post.repeat_interleave(repeat, dim=1)
+        scales = post.unsqueeze(2) * scales
+    return weight.t().contiguous() * scales
 
 
 # Separate and low-rank weights
