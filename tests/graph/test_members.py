@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import embens
 from embens.graph import members
 from embens.graph.members import (
     blocks_of,
@@ -15,6 +16,7 @@ from embens.graph.members import (
     modulated_linear,
     repeat_rows,
     scale_members,
+    split_members,
     unfold_members,
 )
 
@@ -119,3 +121,31 @@ def test_channels_before_positions_are_scaled():
     for a in range(COUNT):
         expected = x.unflatten(0, (COUNT, -1))[a] * values[a][:, None, None]
         torch.testing.assert_close(scaled[a], expected)
+
+
+def test_chunks_have_the_values_of_their_members():
+    values = random(5, 2)
+    parts = split_members(values, [2, 2, 1])
+    for part, expected in zip(parts, values.split(2), strict=True):
+        torch.testing.assert_close(part, expected)
+    assert split_members(values, [5])[0] is values
+
+
+def test_buffers_of_a_chunk_change_in_place():
+    counters = torch.zeros(3)
+    for part in split_members(counters, [2, 1]):
+        part.add_(1)
+    assert counters.tolist() == [1, 1, 1]
+
+
+def test_gradients_do_not_depend_on_the_chunk():
+    network = embens.networks.mlp(6, width=5, depth=2, outputs=2)
+    ensemble = embens.batch_ensemble(network, 5).double()
+    x = torch.randn(ROWS, 6, dtype=torch.float64)
+    direction = torch.randn(5, ROWS, 2, dtype=torch.float64)
+    gradients = []
+    for chunk in (5, 2, 1):
+        outputs = ensemble(x, chunk=chunk)
+        gradients.append(torch.autograd.grad(outputs, list(ensemble.parameters()), direction))
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], gradients[2])

@@ -621,8 +621,7 @@ class EmbeddedEnsemble(nn.Module):
         folded_pass = FoldedPass(folded, arguments, values, self.members, per_member=per_member)
         if per_member:
             arguments = [argument[0] for argument in arguments]
-        for start, count in self.chunks(folded, arguments, chunk):
-            yield folded_pass.run(start, count)
+        yield from folded_pass.run_chunks(self.chunks(folded, arguments, chunk))
 
     def chunks(
         self, folded: Folded, arguments: list[Tensor], chunk: int | None

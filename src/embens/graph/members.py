@@ -4,7 +4,9 @@ Rows of the members are consecutive blocks of the first axis. If ``is_shared``, 
 block that stands for all members.
 """
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,11 +111,43 @@ class FoldedPass:
         values = self.values
         if count != self.members:
             values = [value.narrow(0, start, count) for value in values]
+        return self._run(start, count, values)
+
+    def run_chunks(self, chunks: list[tuple[int, int]]) -> Iterator[Any]:
+        """Yield the outputs of chunks that contain all members in order.
+
+        Args:
+            chunks: First member and number of members of each chunk.
+        """
+        counts = [count for _, count in chunks]
+        parts = [split_members(value, counts) for value in self.values]
+        for index, (start, count) in enumerate(chunks):
+            yield self._run(start, count, [part[index] for part in parts])
+
+    def _run(self, start: int, count: int, values: list[Tensor]) -> Any:
         shared = self.shared
         if self.per_member:
             rows = [x.narrow(0, start, count).flatten(0, 1) for x in self.arguments]
             shared = self.folded.prefix.forward(*self.tensors, *rows)
         return self.folded.suffix.forward(count, *shared, *self.tensors, *values)
+
+
+def split_members(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    """Return the values of chunks of members.
+
+    The gradients of a split are joined once. That of each slice would fill a tensor of the size of
+    all members. Buffers are sliced, as the parts of a split must not change in place.
+
+    Args:
+        values: Values of all members, members first.
+        counts: Number of members of each chunk.
+    """
+    if len(counts) == 1:
+        return [values]
+    if values.requires_grad:
+        return values.split(counts)
+    starts = itertools.accumulate(counts[:-1], initial=0)
+    return [values.narrow(0, start, count) for start, count in zip(starts, counts, strict=True)]
 
 
 # Modulations
