@@ -1,7 +1,7 @@
 """Measure speed and memory: ``python -m benchmarks --only cnn small --rounds 9``.
 
-Every row runs in a process of its own. Results are printed; ``--write`` stores them in
-``benchmarks/results`` and updates ``docs/performance.md``.
+Every row runs in a process of its own. ``--bars`` chooses the rows with a bar for releases. Results
+are printed; ``--write`` stores them in ``benchmarks/results`` and updates ``docs/performance.md``.
 """
 
 from __future__ import annotations
@@ -68,11 +68,19 @@ BENCHMARKS = {
     "finite-memory": Benchmark(finite.finite_memory, threads=1),
 }
 
+BARS = (
+    *("cnn", "cnn-channels-last", "mlp", "small", "transformer", "overhead", "last-layer"),
+    *("compile-small", "compile-mlp", "compile-transformer", "fit-mlp", "fit-cnn", "predict"),
+    *("memory", "imports", "theory-mlp", "finite-cnn"),
+)
+"""Rows with a bar for releases, and those of torch.compile."""
+
 
 def main() -> None:
     """Measure the chosen rows."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--bars", action="store_true", help="only the rows of BARS")
     parser.add_argument("--rounds", type=int, help="instead of the default of each row")
     parser.add_argument("--short", action="store_true", help=f"{SHORT_ROUNDS} rounds")
     parser.add_argument("--threads", type=int, help="instead of the default of each row")
@@ -81,6 +89,8 @@ def main() -> None:
         "--patience", type=float, default=60, help="seconds for repeating disturbed measurements"
     )
     options = parser.parse_args()
+    if options.bars:
+        options.only = list(BARS)
     if len(options.only) == 1:
         run(options.only[0], options)
         return
