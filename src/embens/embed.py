@@ -711,6 +711,11 @@ def check_module(reference: Any) -> None:
             raise ValueError(
                 f"the parameter {name!r} has no shape yet. Call the reference once on a batch."
             )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            warn(
+                f"the parameter {name!r} has hooks, which torch does not copy with a network. "
+                "Register them on the parameter of ensemble.reference."
+            )
 
 
 def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
