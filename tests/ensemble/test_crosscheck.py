@@ -51,6 +51,21 @@ def test_a_network_that_is_traced_wrongly_runs_merged(condition):
     assert "merged" in ensemble.executor
 
 
+class Squeezing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).squeeze(1))
+
+
+def test_an_axis_that_a_squeeze_keeps_runs_merged():
+    ensemble = embens.batch_ensemble(Squeezing(), 4)
+    assert ensemble(torch.randn(5, 2, 3)).shape == (4, 5, 2, 2)
+    assert ensemble.executor.startswith("merged")
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_comparison_changes_nothing_but_the_executor(training, grad):

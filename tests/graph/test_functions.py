@@ -41,3 +41,20 @@ def test_a_positional_inplace_argument_is_seen():
     outputs = ensemble(x)
     assert torch.equal(x, torch.full((2, 3), -1.0))
     torch.testing.assert_close(outputs[0], ensemble.member(0)(x))
+
+
+class Squeezing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)).squeeze(1))
+
+
+def test_an_axis_that_is_not_removed_later_is_refused():
+    ensemble = embens.batch_ensemble(Squeezing(), 4)
+    assert ensemble(torch.randn(5, 1, 3)).shape == (4, 5, 2)
+    assert ensemble.executor == "folded"
+    with pytest.raises(RuntimeError, match="squeezes an axis with more than one element"):
+        ensemble(torch.randn(5, 2, 3))
