@@ -271,6 +271,8 @@ class Rewriter:
         # Where a node of the traced graph is in the two new graphs.
         self.in_prefix: dict[torch.fx.Node, torch.fx.Node] = {}
         self.in_suffix: dict[torch.fx.Node, torch.fx.Node] = {}
+        # Inputs of the prefix by name; tensors of the reference are inputs of both graphs.
+        self.arguments: dict[str, torch.fx.Node] = {}
         # Inputs of the suffix: shared values, tensors and values of the members.
         self.border: dict[torch.fx.Node, torch.fx.Node] = {}
         self.repeated: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -282,10 +284,8 @@ class Rewriter:
 
     def rewrite(self, graph: torch.fx.Graph, reference: nn.Module) -> Folded:
         """Return the folded network; its graphs call the modules of ``reference``."""
-        arguments: list[str] = []
         for node in graph.nodes:
             if node.op == "placeholder":
-                arguments.append(str(node.target))
                 self._add_argument(node)
             elif node.op == "get_attr":
                 self._add_tensor(node)
@@ -296,15 +296,15 @@ class Rewriter:
             else:
                 write_operation(self, node)
         self.prefix.output(tuple(self.in_prefix[node] for node in self.border))
-        argument_nodes = [node for node in self.prefix.nodes if node.op == "placeholder"]
-        tensor_nodes = list(self.tensors.values())
-        prefix_tensors = [pair[0] for pair in tensor_nodes]
-        argument_nodes = [node for node in argument_nodes if node not in prefix_tensors]
-        suffix_inputs = [self.count, *self.border.values(), *(pair[1] for pair in tensor_nodes)]
+        prefix_inputs = [pair[0] for pair in self.tensors.values()]
+        prefix_inputs += self.arguments.values()
+        suffix_inputs = [self.count, *self.border.values()]
+        suffix_inputs += [pair[1] for pair in self.tensors.values()]
+        suffix_inputs += self.values.values()
         return Folded(
-            _graph_module(reference, self.prefix, [*prefix_tensors, *argument_nodes]),
-            _graph_module(reference, self.suffix, [*suffix_inputs, *self.values.values()]),
-            arguments,
+            _graph_module(reference, self.prefix, prefix_inputs),
+            _graph_module(reference, self.suffix, suffix_inputs),
+            list(self.arguments),
             [_locate(reference, name) for name in self.tensors],
             list(self.values),
             self.has_convolutions,
@@ -314,12 +314,13 @@ class Rewriter:
     # Inputs and outputs of the graphs
 
     def _add_argument(self, node: torch.fx.Node) -> None:
-        self.in_prefix[node] = self.prefix.placeholder(str(node.target))
+        name = str(node.target)
+        self.arguments[name] = self.in_prefix[node] = self.prefix.placeholder(name)
         domain = Domain.SHARED
         if self.per_member_inputs:
             domain = Domain.MEMBER
             self.in_suffix[node] = self.border_node(node)
-        self.facts[node] = Value(domain, self.ranks[str(node.target)])
+        self.facts[node] = Value(domain, self.ranks[name])
 
     def _add_tensor(self, node: torch.fx.Node) -> None:
         """Add a parameter or buffer that the code reads."""

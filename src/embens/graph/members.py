@@ -119,6 +119,9 @@ class FoldedPass:
         Args:
             chunks: First member and number of members of each chunk.
         """
+        if len(chunks) == 1:
+            yield self._run(0, self.members, self.values)
+            return
         counts = [count for _, count in chunks]
         parts = [split_members(value, counts) for value in self.values]
         for index, (start, count) in enumerate(chunks):
@@ -142,8 +145,6 @@ def split_members(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
         values: Values of all members, members first.
         counts: Number of members of each chunk.
     """
-    if len(counts) == 1:
-        return [values]
     if values.requires_grad:
         return values.split(counts)
     starts = itertools.accumulate(counts[:-1], initial=0)
