@@ -20,8 +20,8 @@ Prefix and suffix
     The suffix computes the rest for a chunk of members. *Border* values go from one to the other.
 Chunk
     The members whose rows run together, as consecutive blocks of the first axis (``members``).
-    What the suffix calls for them is in ``members``, ``layers``, ``convolutions``, ``attention``
-    and ``norms``; other operations are copied (``functions``).
+    What the suffix calls for them is in ``members``, ``convolutions``, ``attention`` and
+    ``norms``; other operations are copied (``functions``).
 Guard
     A trace turns every Python value that the code reads into a constant. A guard remembers these
     values, and a change of one drops the graph (``guards``, ``snapshots``). Code that a trace would
