@@ -238,10 +238,12 @@ class Source:
                 is_selected = (name, side) in selected and not is_within(name, separate_layers)
                 if is_selected and self.layers[name].channels(side) is not None:
                     names.append(name)
-            laws = _spread(law, names, side, "a law or None", (Law, type(None)))
+            laws = _spread_over_sites(law, names, side, "a law or None", (Law, type(None)))
             names = [name for name in names if laws.get(name) is not None]
             label = f"trainable[{side!r}]"
-            flags = _spread(trainable_sides[side], names, label, "True or False", (bool,))
+            flags = _spread_over_sites(
+                trainable_sides[side], names, label, "True or False", (bool,)
+            )
             for name in names:
                 site = self._make_site(name, side, laws[name])
                 is_trainable = flags.get(name, True) and not fresh
@@ -264,7 +266,11 @@ class Source:
         return Site(name, side, law, size // repeat, repeat)
 
     def select(self, sites: Sites) -> tuple[set[tuple[str, Side]], set[tuple[str, Side]]]:
-        """Return the selected sites and the hidden sites."""
+        """Return the selected sites and the hidden sites, as pairs of a layer and a side.
+
+        Args:
+            sites: See :func:`embed`.
+        """
         first, last = self.flow.first, self.flow.last
         hidden: set[tuple[str, Side]] = {(name, "pre") for name in self.used if name not in last}
         hidden |= {(name, "post") for name in self.used if name not in first}
@@ -308,7 +314,14 @@ class Source:
     # Per-member layers
 
     def choose_per_member(self, own: str | Iterable[str]) -> tuple[str, ...]:
-        """Return the modules of which every member has a separate copy."""
+        """Return the modules of which every member has a separate copy.
+
+        Args:
+            own: See :func:`embed`.
+
+        Returns:
+            Names of modules, in the order of registration.
+        """
         attentions = []
         for name, module in self.modules.items():
             if isinstance(module, nn.MultiheadAttention):
@@ -379,7 +392,21 @@ class Source:
         frozen: bool = False,
         pretrained: bool = False,
     ) -> EnsembleSpec:
-        """Return the spec, with per-member statistics of norm layers where members differ."""
+        """Return the spec, with per-member statistics of norm layers where members differ.
+
+        Args:
+            family: Name of the family.
+            sites: Modulated sites.
+            low_rank: Layers with low-rank members.
+            separate_layers: Modules of which every member has a separate copy.
+            drawn: Whether these copies are initialised separately.
+            norm_affine: Whether norm layers have per-member scales and shifts.
+            frozen: Whether the shared parameters are not trained.
+            pretrained: Whether the members begin near a trained reference.
+
+        Returns:
+            The specification.
+        """
         self._warn_about_guesses()
         per_member = self._per_member_tensors(separate_layers, drawn)
         differing = {site.layer for site in (*sites, *low_rank)}
@@ -449,7 +476,13 @@ class Source:
         low_rank: Sequence[LowRankSite],
         separate_layers: Sequence[str],
     ) -> None:
-        """Warn about layers of unknown kinds, and if members differ in few of the weights."""
+        """Warn about layers of unknown kinds, and if members differ in few of the weights.
+
+        Args:
+            sites: Modulated sites.
+            low_rank: Layers with low-rank members.
+            separate_layers: Modules of which every member has a separate copy.
+        """
         unknown = {}
         for name, module in self.modules.items():
             if name in self.layers or isinstance(module, (*NORMS, nn.MultiheadAttention)):
@@ -512,7 +545,11 @@ class Source:
         return parameters
 
     def warn_about_cancelling_members(self, ensemble: EmbeddedEnsemble) -> None:
-        """Warn if fixed modulations make the ensemble mean identically zero."""
+        """Warn if fixed modulations make the ensemble mean identically zero.
+
+        Args:
+            ensemble: The ensemble.
+        """
         sites = ensemble.spec.sites
         if not sites or any(site.trainable for site in sites):
             return
@@ -548,6 +585,9 @@ def build(
         initialise: Reinitialises one module in place; None: its ``reset_parameters``.
         generator: Random generator of all values.
         flow: The data flow of the reference, if it was read already.
+
+    Returns:
+        The ensemble.
     """
     networks = []
     redrawn_modules = [item.module for item in spec.per_member if item.drawn]
@@ -591,7 +631,17 @@ def sample_site(
     example: Tensor,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Draw the values of a site, ``(member, size)``, with the type of an example."""
+    """Draw the values of a site.
+
+    Args:
+        site: The site.
+        members: Number of members.
+        example: A tensor with the type and the device of the values.
+        generator: Random generator of the values.
+
+    Returns:
+        The values, ``(member, size)``.
+    """
     try:
         return site.law.sample(
             (members, site.size),
@@ -616,6 +666,9 @@ def stack_tensors(
         item: The module and its tensors.
         sources: One network per member, from which tensors are taken.
         stacks: Stacks by the ``id`` of the reference's tensor, so that tied tensors stay tied.
+
+    Returns:
+        Tensors ``(member, …)`` by name.
     """
     values = {}
     for name in item.tensors:
@@ -636,7 +689,14 @@ def reinitialise_(
     initialise: Initialise | None,
     seed: int,
 ) -> None:
-    """Draw new parameters for some modules and everything inside them, children first."""
+    """Draw new parameters for some modules and everything inside them, children first.
+
+    Args:
+        network: The network that holds the modules, changed in place.
+        names: Names of the modules.
+        initialise: Reinitialises one module in place; None: its ``reset_parameters``.
+        seed: Of torch's global generators during the initialisation.
+    """
     devices = {p.device for p in network.parameters() if p.device.type == "cuda"}
     modules = [(n, m) for n, m in network.named_modules() if is_within(n, names)]
     with torch.random.fork_rng(devices=list(devices)):
@@ -665,7 +725,13 @@ def reinitialise_(
 
 
 def is_selection(sites: Sites, pre: Laws, post: Laws) -> bool:
-    """Return whether the user named the layers in which members differ."""
+    """Return whether the user named the layers in which members differ.
+
+    Args:
+        sites: See :func:`embed`.
+        pre: See :func:`embed`.
+        post: See :func:`embed`.
+    """
     if not isinstance(sites, str) or sites not in ("hidden", "all"):
         return True
     is_own_only = pre is None and post is None
@@ -673,7 +739,11 @@ def is_selection(sites: Sites, pre: Laws, post: Laws) -> bool:
 
 
 def check_module(reference: Any) -> None:
-    """Raise if a reference cannot be embedded."""
+    """Raise if a reference cannot be embedded.
+
+    Args:
+        reference: The argument of the user.
+    """
     if not isinstance(reference, nn.Module):
         hint = " Pass an instance, not the class." if isinstance(reference, type) else ""
         raise TypeError(
@@ -724,7 +794,11 @@ def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def tensor_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters and buffers that a module holds itself."""
+    """Return the names of the parameters and buffers that a module holds itself.
+
+    Args:
+        module: Any module; those inside it do not count.
+    """
     names = []
     for table in (module._parameters, module._buffers):
         names += [name for name, tensor in table.items() if tensor is not None]
@@ -732,7 +806,11 @@ def tensor_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a single value, or several, as a list."""
+    """Return a single value, or several, as a list.
+
+    Args:
+        value: A single value, a string, or an iterable of values.
+    """
     if isinstance(value, Iterable) and not isinstance(value, str):
         return list(value)
     return [value]
@@ -747,7 +825,7 @@ def _flags_by_side(trainable: Trainable) -> dict[str, Any]:
     return {side: trainable.get(side, True) for side in SIDES}
 
 
-def _spread(
+def _spread_over_sites(
     value: Any,
     names: list[str],
     label: str,

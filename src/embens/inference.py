@@ -117,7 +117,11 @@ def run_batches(
 
 
 def floating_dtype(ensemble: EmbeddedEnsemble) -> torch.dtype:
-    """Return the dtype of the first floating parameter, or the default type of torch."""
+    """Return the dtype of the first floating parameter, or the default type of torch.
+
+    Args:
+        ensemble: The ensemble.
+    """
     for parameter in ensemble.parameters():
         if parameter.is_floating_point():
             return parameter.dtype

@@ -92,7 +92,12 @@ def _refuse_unknown_parts(
 
 
 def list_names(names: Iterable[str], limit: int = 8) -> str:
-    """Return some names for a message, such as ``'a', 'b', …``."""
+    """Return some names for a message, such as ``'a', 'b', …``.
+
+    Args:
+        names: The names.
+        limit: Largest number of names in the text.
+    """
     texts = [repr(name) for name in names]
     more = ", …" if len(texts) > limit else ""
     return ", ".join(texts[:limit]) + more

@@ -69,25 +69,54 @@ class Layer:
     mergeable: bool = True
 
     def channels(self, side: Side) -> int | None:
-        """Return the number of channels on one side of the layer."""
+        """Return the number of channels on one side of the layer.
+
+        Args:
+            side: "pre" (the output) or "post" (the input).
+
+        Returns:
+            The number of channels; None if this side cannot be modulated.
+        """
         if side == "pre":
             return self.outputs
         return self.inputs
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a weight or bias that belong to this layer."""
+        """Return the rows of a weight or bias that belong to this layer.
+
+        Args:
+            tensor: A tensor of the module of the layer.
+
+        Returns:
+            A view of the rows; the whole tensor unless the module packs several layers.
+        """
         if self.rows is None or tensor.shape[0] == self.outputs:
             return tensor
         return tensor[self.rows[0] : self.rows[1]]
 
     def with_part(self, tensor: Tensor, part: Tensor) -> Tensor:
-        """Return a weight or bias with other rows in the place of this layer's."""
+        """Return a weight or bias with other rows in the place of this layer's.
+
+        Args:
+            tensor: A tensor of the module of the layer.
+            part: The new rows, with the shape of :meth:`part`.
+
+        Returns:
+            A new tensor, or ``part`` if it is the whole tensor.
+        """
         if self.rows is None or tensor.shape[0] == self.outputs:
             return part
         return torch.cat([tensor[: self.rows[0]], part, tensor[self.rows[1] :]])
 
     def matrix(self, module: nn.Module) -> Tensor:
-        """Return the weights of the layer side by side, the first axis against all others."""
+        """Return the weights of the layer side by side, the first axis against all others.
+
+        Args:
+            module: The module of the layer.
+
+        Returns:
+            The weights, ``(rows, columns)``.
+        """
         if parametrize.is_parametrized(module):
             # Evaluating a parametrization in training mode may change its buffers.
             module = copy.deepcopy(module).eval()
@@ -158,7 +187,11 @@ def register_layer(kind: type | str, channels: Channels, *, weight: str = "") ->
 
 
 def kind_of(module: nn.Module) -> LayerKind | None:
-    """Return the kind of a parameter layer, or None if the module is not one."""
+    """Return the kind of a parameter layer, or None if the module is not one.
+
+    Args:
+        module: Any module.
+    """
     for cls in type(module).__mro__:
         kind = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
         if kind is not None:
@@ -167,7 +200,11 @@ def kind_of(module: nn.Module) -> LayerKind | None:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether a module is a parameter layer or an attention."""
+    """Return whether a module is a parameter layer or an attention.
+
+    Args:
+        module: Any module.
+    """
     return kind_of(module) is not None or isinstance(module, nn.MultiheadAttention)
 
 
@@ -407,7 +444,14 @@ class EnsembleSpec:
         return overlap
 
     def subset(self, members: Iterable[int]) -> "EnsembleSpec":
-        """Return the spec of an ensemble of some of the members."""
+        """Return the spec of an ensemble of some of the members.
+
+        Args:
+            members: Indices of the members.
+
+        Returns:
+            The spec, with the indices in the original ensemble.
+        """
         original = self.chosen or tuple(range(self.members))
         chosen = tuple(original[a] for a in members)
         sampled = self.sampled or self.members
@@ -420,7 +464,11 @@ class EnsembleSpec:
         return data
 
     def check_reference(self, reference: nn.Module) -> None:
-        """Raise ValueError if a reference lacks a layer of the spec or has other sizes."""
+        """Raise ValueError if a reference lacks a layer of the spec or has other sizes.
+
+        Args:
+            reference: The network that a saved ensemble is joined to.
+        """
         layers = find_layers(reference)
         modules = dict(reference.named_modules())
         for site in self.sites:
@@ -455,7 +503,15 @@ def _require(items: Mapping[str, Any], name: str) -> Any:
 
 
 def match(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a name or wildcard stands for."""
+    """Return the names that a name or wildcard stands for.
+
+    Args:
+        pattern: A name or a wildcard.
+        names: The names to choose from.
+
+    Returns:
+        The matching names in their order; a full name matches itself alone.
+    """
     names = list(names)
     if pattern in names:
         return [pattern]
@@ -463,5 +519,10 @@ def match(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def is_within(name: str, outer: Iterable[str]) -> bool:
-    """Return whether a module is one of some modules, or lies inside one."""
+    """Return whether a module is one of some modules, or lies inside one.
+
+    Args:
+        name: Name of a module.
+        outer: Names of modules.
+    """
     return any(name == o or not o or name.startswith(o + ".") for o in outer)

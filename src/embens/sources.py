@@ -131,6 +131,9 @@ def split_target(values: Any) -> tuple[Any, Any]:
 def count_inputs(function: Callable[..., Any]) -> tuple[int, float]:
     """Return the least and the largest number of positional arguments of a function.
 
+    Args:
+        function: A function, such as the forward of a network.
+
     Example:
         >>> count_inputs(lambda x, z, mask=None: x)
         (2, 3)

@@ -104,7 +104,11 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 def batch_size(values: Any) -> int:
-    """Return the length of the first tensor with at least one axis, or 0 if there is none."""
+    """Return the length of the first tensor with at least one axis, or 0 if there is none.
+
+    Args:
+        values: Tensors in any containers.
+    """
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]

@@ -107,6 +107,13 @@ def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[
 
     A tensor that occurs twice is copied once. Objects other than containers are copied with the
     tensors in their attributes; a cache that a network fills is such an object.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        Copies of both.
     """
     copies: dict[int, Any] = {}
     for leaf in tree_leaves((args, kwargs)):

@@ -127,6 +127,9 @@ class StateGuard:
     def store_buffers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Keep buffers of the member that the code replaced instead of updating them in place.
 
+        Args:
+            tensors: The member's tensors by name, in which replaced buffers are updated.
+
         Returns:
             Buffers that were replaced for the first time, by name. Autograd may have saved their
             old values, so these are not overwritten.
@@ -153,7 +156,13 @@ class StateGuard:
 
 
 def check_buffer(name: str, before: Tensor | None, after: Tensor | None) -> None:
-    """Raise if a buffer has got another shape or type, or was set to None."""
+    """Raise if a buffer has got another shape or type, or was set to None.
+
+    Args:
+        name: Name of the buffer.
+        before: The buffer before the pass.
+        after: The buffer after the pass.
+    """
     if before is None:
         raise RuntimeError(
             f"the forward of the reference changes the buffer {name!r}, which is None. Register it "
@@ -208,7 +217,11 @@ def _check_gradient(name: str, parameter: Tensor, before: Tensor, version: int) 
 
 
 def mark_of(tensor: Tensor) -> tuple[int, int]:
-    """Return version and address of a tensor, which most changes alter."""
+    """Return version and address of a tensor, which most changes alter.
+
+    Args:
+        tensor: Any tensor.
+    """
     version = 0 if tensor.is_inference() else tensor._version
     try:
         return version, tensor.data_ptr()

@@ -21,6 +21,10 @@ def collapse(ensemble: "EmbeddedEnsemble", example_input: Any = None) -> nn.Modu
 
     If the output is affine in the tensors in which members differ, the network with the mean of
     these tensors has the mean output.
+
+    Args:
+        ensemble: The ensemble.
+        example_input: For code that cannot be traced.
     """
     flow = ensemble.flow
     if example_input is not None:

@@ -143,7 +143,13 @@ class MemberCopy:
         return held_parameters
 
     def add_separate(self, name: str, key: str, table: str) -> None:
-        """Replace a tensor of a module by that of the member."""
+        """Replace a tensor of a module by that of the member.
+
+        Args:
+            name: Name of the module.
+            key: Name of the tensor.
+            table: "_parameters" or "_buffers".
+        """
         vars(self.module.get_submodule(name)).pop(key, None)
         self.separate.append((name, key, table))
 
@@ -153,7 +159,13 @@ class MemberCopy:
             copied.training = module.training
 
     def assign(self, name: str, key: str, value: Any) -> None:
-        """Set an attribute that was changed on the reference."""
+        """Set an attribute that was changed on the reference.
+
+        Args:
+            name: Name of the module.
+            key: Name of the attribute.
+            value: Its new value on the reference.
+        """
         module = self.module.get_submodule(name)
         # The placeholder of a tensor that members have separately is not an attribute.
         if key in module._parameters or key in module._buffers:
@@ -193,7 +205,11 @@ class MemberCopy:
         return attributes
 
     def set_attributes(self, attributes: Mapping[str, dict[str, Any]]) -> None:
-        """Set attributes that :meth:`changed_attributes` returned."""
+        """Set attributes that :meth:`changed_attributes` returned.
+
+        Args:
+            attributes: Values by module and name.
+        """
         modules = dict(self.module.named_modules())
         for name, values in attributes.items():
             if name in modules:
@@ -204,7 +220,12 @@ class MemberCopy:
         tensors: Mapping[str, Tensor],
         scales: dict[str, tuple[Tensor | None, Tensor | None]],
     ) -> None:
-        """Put tensors into the parameter and buffer slots of the copy."""
+        """Put tensors into the parameter and buffer slots of the copy.
+
+        Args:
+            tensors: Tensors of the member that differ from those of the reference, by name.
+            scales: Modulations of layers that are scaled by hooks, by layer.
+        """
         self.scales = scales
         self.calls = dict.fromkeys(self.calls, 0)
         for prefix, module, copied in self.pairs:
@@ -236,6 +257,10 @@ class MemberCopy:
         It has the memory of the stacked buffer, but a version of its own: autograd would take an
         update by one member for a change of what other members have saved. A buffer that the code
         replaces is a copy, as the value that autograd has saved must stay.
+
+        Args:
+            name: Name of the buffer.
+            buffer: The member's part of the stacked buffer.
         """
         if name in self.replaced:
             return buffer.clone()
@@ -350,7 +375,11 @@ def _along_channels(values: Tensor, layer: Layer, x: Tensor) -> Tensor:
 
 
 def structure_of(reference: nn.Module) -> list[Any]:
-    """Return what has to stay as it is for copies to be valid: modules, hooks and parameters."""
+    """Return what has to stay as it is for copies to be valid: modules, hooks and parameters.
+
+    Args:
+        reference: The reference.
+    """
     structure = []
     for module in reference.modules():
         hooks = (*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks)
@@ -360,7 +389,11 @@ def structure_of(reference: nn.Module) -> list[Any]:
 
 
 def copy_attributes(attributes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return a deep copy of the attributes of a member, without autograd graphs."""
+    """Return a deep copy of the attributes of a member, without autograd graphs.
+
+    Args:
+        attributes: Values by module and name.
+    """
     memo: dict[int, Any] = {}
     for value in tree_leaves(attributes):
         if isinstance(value, Tensor) and not value.is_leaf:

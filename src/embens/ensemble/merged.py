@@ -94,7 +94,11 @@ class MergedExecutor:
             copied.set_attributes(member_attributes)
 
     def restore_attributes(self, attributes: list[dict[str, dict[str, Any]]]) -> None:
-        """Set the attributes of copies yet to be made, by member and module."""
+        """Set the attributes of copies yet to be made, by member and module.
+
+        Args:
+            attributes: Of each member.
+        """
         self.attributes = attributes
         self.is_noted = False
 
@@ -242,7 +246,11 @@ class MergedExecutor:
 
 
 def refuse_hidden_tensors(outputs: Any) -> None:
-    """Raise TypeError if outputs hide their tensors."""
+    """Raise TypeError if outputs hide their tensors.
+
+    Args:
+        outputs: Outputs of the reference.
+    """
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor):
             continue

@@ -44,7 +44,12 @@ class MemberTensors(nn.Module):
     """Tensors of all members, stacked along the first axis, by dotted name."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Register a parameter or a buffer; dots in its name become slashes."""
+        """Register a parameter or a buffer; dots in its name become slashes.
+
+        Args:
+            name: Dotted name.
+            tensor: The tensor, members first.
+        """
         attribute = name.replace(".", "/")
         if isinstance(tensor, nn.Parameter):
             self.register_parameter(attribute, tensor)

@@ -29,7 +29,13 @@ CARD_START = "---\nlibrary_name: embens\n"
 def save(
     ensemble: "EmbeddedEnsemble", path: str | os.PathLike[str], *, shared: bool = True
 ) -> None:
-    """Write an ensemble; see :meth:`embens.EmbeddedEnsemble.save`."""
+    """Write an ensemble; see :meth:`embens.EmbeddedEnsemble.save`.
+
+    Args:
+        ensemble: The ensemble.
+        path: The file.
+        shared: Whether to write the shared parameters.
+    """
     names = attribute_names(read_attributes(ensemble))
     if names:
         warn(
@@ -47,14 +53,22 @@ def save(
 
 
 def shared_tensors(ensemble: "EmbeddedEnsemble") -> dict[str, Tensor]:
-    """Return the shared parameters by their names in the state."""
+    """Return the shared parameters by their names in the state.
+
+    Args:
+        ensemble: The ensemble.
+    """
     parameters = {id(parameter) for parameter in ensemble.shared_parameters()}
     state = ensemble.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if id(tensor) in parameters}
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the checksum of each tensor."""
+    """Return the checksum of each tensor.
+
+    Args:
+        tensors: Tensors by name.
+    """
     return {name: checksum("", {"": tensor.detach().cpu()}) for name, tensor in tensors.items()}
 
 
@@ -66,7 +80,15 @@ def save_pretrained(
     base: str,
     results: Mapping[str, float],
 ) -> None:
-    """Write a folder; see :meth:`embens.EmbeddedEnsemble.save_pretrained`."""
+    """Write a folder; see :meth:`embens.EmbeddedEnsemble.save_pretrained`.
+
+    Args:
+        ensemble: The ensemble.
+        folder: The folder.
+        shared: Whether to write the shared parameters; None: unless they are frozen.
+        base: Where the reference comes from.
+        results: Metrics for the card.
+    """
     if shared is None:
         shared = not ensemble.spec.frozen
     config = getattr(ensemble.reference, "config", None)
@@ -81,7 +103,11 @@ def save_pretrained(
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Return whether a folder was written by :func:`save_pretrained` and holds nothing else."""
+    """Return whether a folder was written by :func:`save_pretrained` and holds nothing else.
+
+    Args:
+        folder: An existing folder.
+    """
     names = {path.name for path in folder.iterdir() if not is_leftover(path)}
     if not names <= {FILE, CARD} or not is_format(folder / FILE, FORMAT):
         return False

@@ -121,7 +121,11 @@ class IndexedSource(BatchSource):
         return math.ceil(self.count / self.batch_size)
 
     def order(self, epoch: int) -> Tensor:
-        """Return the order of the rows in an epoch, ``(row,)`` or ``(member, row)``."""
+        """Return the order of the rows in an epoch, ``(row,)`` or ``(member, row)``.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
         if self.seed is None:
             return torch.arange(self.count)
         generator = torch.Generator().manual_seed(processes.combine(self.seed, epoch))
@@ -131,7 +135,12 @@ class IndexedSource(BatchSource):
         return torch.stack(orders)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        """Yield the batches of an epoch from number ``start`` on."""
+        """Yield the batches of an epoch from number ``start`` on.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            start: Number of the first batch.
+        """
         order = self.order(epoch)
         if self._is_small():
             # One copy in the order of the epoch is cheaper than one per batch.
@@ -206,7 +215,12 @@ class LoaderSource(BatchSource):
         return self.count
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Minibatch]:
-        """Yield the batches of an epoch; ``start`` is ignored."""
+        """Yield the batches of an epoch; ``start`` is ignored.
+
+        Args:
+            epoch: Number of the epoch, from 0, for samplers that shuffle by it.
+            start: Not used.
+        """
         sampler = getattr(self.data, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)  # type: ignore[union-attr]
@@ -333,7 +347,15 @@ def split_target(values: Any, expected: str) -> tuple[Any, Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Apply a function to all tensors of a nested container."""
+    """Apply a function to all tensors of a nested container.
+
+    Args:
+        function: From a tensor to a tensor.
+        values: Tensors in tuples, lists and dictionaries; other values stay as they are.
+
+    Returns:
+        A container of the same structure.
+    """
     # The common cases come first: tree_map would cost as much as a small layer.
     if isinstance(values, Tensor):
         return function(values)
@@ -351,7 +373,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def count_rows(target: Any, axis: int = 0) -> int:
-    """Return the length of a target along an axis."""
+    """Return the length of a target along an axis.
+
+    Args:
+        target: A tensor, or a container of tensors.
+        axis: The axis.
+    """
     for leaf in tree_leaves(target):
         if isinstance(leaf, Tensor) and leaf.dim() > axis:
             return leaf.shape[axis]

@@ -193,7 +193,11 @@ class EpochFunction(Callback):
 
 
 def as_callbacks(callbacks: Any) -> list[Callback]:
-    """Return callbacks as a list of :class:`Callback`; raise TypeError for anything else."""
+    """Return callbacks as a list of :class:`Callback`; raise TypeError for anything else.
+
+    Args:
+        callbacks: A list of callbacks and functions of ``(ensemble, record)``.
+    """
     if not isinstance(callbacks, Sequence):
         kind = type(callbacks).__name__
         raise TypeError(f"callbacks: expected a list of callbacks, got {kind}.")

@@ -242,7 +242,12 @@ def _set_aside(path: Path) -> None:
 
 
 def check_step(name: str, steps: int) -> None:
-    """Raise unless a checkpoint has the number of steps in its name."""
+    """Raise unless a checkpoint has the number of steps in its name.
+
+    Args:
+        name: Name of the file.
+        steps: Number of steps in its content.
+    """
     if name != f"step-{steps:010d}.safetensors":
         raise refusal(f"{name}: state.steps", "the number in the name of the file", steps)
 

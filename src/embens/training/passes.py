@@ -202,18 +202,32 @@ class Passes:
             yield BatchResult(losses, outputs, target, minibatch.rows, task)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager:
-        """Return the autocast context of the run."""
+        """Return the autocast context of the run.
+
+        Args:
+            enabled: Whether operations run in the lower precision.
+        """
         dtype = self.options.autocast
         if dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype, enabled)
 
     def move(self, values: Any) -> Any:
-        """Move tensors to the device of the ensemble."""
+        """Move tensors to the device of the ensemble.
+
+        Args:
+            values: Tensors in any containers.
+        """
         return map_tensors(lambda value: value.to(self.device, non_blocking=True), values)
 
     def inspect(self, name: str, inputs: Any, target: Any) -> str:
-        """Describe non-finite values of new data; remember the target for a check of its labels."""
+        """Describe non-finite values of new data; remember the target for a check of its labels.
+
+        Args:
+            name: Name of the batch, for error messages.
+            inputs: Its inputs.
+            target: Its target.
+        """
         self._unchecked_targets.append((name, target))
         return find_gaps("inputs", inputs) or find_gaps("targets", target)
 
@@ -283,7 +297,11 @@ class Passes:
         return None
 
     def restore_criterion(self, name: str | None) -> None:
-        """Use a default criterion by name; None changes nothing."""
+        """Use a default criterion by name; None changes nothing.
+
+        Args:
+            name: The result of :meth:`criterion_name`.
+        """
         if name is not None:
             self.criterion = DEFAULT_CRITERIA[name]
 
@@ -334,6 +352,9 @@ def check_data(run: Run) -> None:
     """Raise ValueError for data that would fail during the run.
 
     Tensors are checked here, batches of a loader when they arrive.
+
+    Args:
+        run: The run before its first step.
     """
     _check_finite(run, run.train, run.options.batch)
     if run.validation is not None:

@@ -33,7 +33,11 @@ ALONE = World()
 
 
 def join(device: torch.device) -> World:
-    """Return this process's place; under ``torchrun``, initialise the process group if needed."""
+    """Return this process's place; under ``torchrun``, initialise the process group if needed.
+
+    Args:
+        device: Device of the ensemble, which determines the backend.
+    """
     if not dist.is_available():
         return ALONE
     if not dist.is_initialized():

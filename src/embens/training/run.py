@@ -400,7 +400,11 @@ class Run:
 
 
 def copy_weights(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
-    """Return a copy of all tensors of an ensemble."""
+    """Return a copy of all tensors of an ensemble.
+
+    Args:
+        ensemble: The ensemble.
+    """
     return {name: tensor.detach().clone() for name, tensor in ensemble.state_dict().items()}
 
 

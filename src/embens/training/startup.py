@@ -122,7 +122,11 @@ def read_data(
 
 
 def reading_options(ensemble: EmbeddedEnsemble) -> dict[str, Any]:
-    """Return the options of ``batches_of`` that depend on an ensemble."""
+    """Return the options of ``batches_of`` that depend on an ensemble.
+
+    Args:
+        ensemble: The ensemble.
+    """
     counts = count_inputs(ensemble.reference.forward)
     return {"counts": counts, "dtype": floating_dtype(ensemble)}
 
@@ -196,7 +200,11 @@ def _check_parameters(optimizer: Optimizer, ensemble: EmbeddedEnsemble) -> None:
 
 
 def can_fuse(ensemble: EmbeddedEnsemble) -> bool:
-    """Return whether torch's fused SGD is correct and available for all parameters."""
+    """Return whether torch's fused SGD is correct and available for all parameters.
+
+    Args:
+        ensemble: The ensemble.
+    """
     # On the CPU the fused kernel assumes contiguous memory and dense gradients.
     if any(getattr(module, "sparse", False) for module in ensemble.modules()):
         return False
@@ -226,7 +234,11 @@ def make_scheduler(
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of all groups, without their parameters."""
+    """Return the settings of all groups, without their parameters.
+
+    Args:
+        optimizer: Any optimizer.
+    """
     settings = []
     for group in optimizer.param_groups:
         settings.append({name: value for name, value in group.items() if name != "params"})
