@@ -197,7 +197,7 @@ def test_invalid_arguments_raise(x):
     with pytest.raises(ValueError, match="entropy is defined for 'classification'"):
         _ = predict(ensemble, x, task="regression").entropy
     with pytest.raises(ValueError, match="aleatoric is defined for 'regression' and 'gaussian'"):
-        _ = Prediction(ensemble(x)).aleatoric
+        _ = Prediction(ensemble.eval()(x)).aleatoric
     with pytest.raises(ValueError, match="x must contain at least one batch"):
         predict(ensemble, iter([]))
     with pytest.raises(TypeError, match="'batchsize'; did you mean 'batch_size'"):
@@ -280,3 +280,31 @@ def test_inputs_of_another_type_raise_with_the_fix():
     with pytest.raises(RuntimeError) as caught:
         embens.fit(ensemble, (x, torch.zeros(6, dtype=torch.int64)), epochs=1)
     assert "Convert the inputs with x.to(torch.float32)" in caught.value.__notes__[0]
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_statistics_of_few_batches_warn(name, x):
+    ensemble = FAMILIES[name](normed())
+    embens.predict(ensemble, x)  # was not trained
+    for _ in range(5):
+        ensemble.train()(x)
+    expected = r"'1' \(BatchNorm1d\) has seen 5 batches in training mode, so 59% of its running"
+    with pytest.warns(UserWarning, match=expected):
+        embens.predict(ensemble, x)
+    with pytest.warns(UserWarning, match=expected):
+        embens.evaluate(ensemble, (x, torch.arange(len(x)) % 3))
+    for _ in range(20):
+        ensemble.train()(x)
+    embens.predict(ensemble, x)
+
+
+def test_statistics_over_all_batches_never_lag(x):
+    network = normed()
+    network[1].momentum = None
+    ensemble = embens.batch_ensemble(network, 3)
+    ensemble.train()(x)
+    embens.predict(ensemble, x)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embens import synonyms
 from embens.adapters import sample_factors
-from embens.checks import check_choice, check_members, warn
+from embens.checks import check_choice, check_members, suggest, warn
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.graph.reading import Flow, copy_reference, has_user_code, read_flow
 from embens.graph.snapshots import HOOKS
@@ -48,6 +49,7 @@ SIDES: tuple[Side, Side] = ("pre", "post")
 _NORMAL = Normal()
 
 
+@suggest(synonyms.EMBED)
 def embed(
     reference: nn.Module,
     members: int = 8,
@@ -123,6 +125,7 @@ def embed(
     return ensemble
 
 
+@suggest(synonyms.BATCH_ENSEMBLE)
 def batch_ensemble(
     reference: nn.Module,
     members: int = 8,

@@ -18,8 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from embens import checks, metrics, mixtures, sources
-from embens.inference import HINTS, check_ensemble, check_gaussian, floating_dtype, run_batches
+from embens import checks, metrics, mixtures, sources, synonyms
+from embens.inference import (
+    check_ensemble,
+    check_gaussian,
+    floating_dtype,
+    run_batches,
+    warn_about_statistics,
+)
 from embens.losses import default_criterion, logits_of
 from embens.prediction import Prediction, Task
 
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
 TASKS = (None, "classification", "regression", "gaussian")
 
 
-@checks.suggest(HINTS)
+@checks.suggest(synonyms.PREDICTION)
 def evaluate(
     ensemble: EmbeddedEnsemble,
     data: Any,
@@ -85,6 +91,7 @@ def evaluate(
         ['accuracy', 'nll', 'brier', 'ece']
     """
     check_ensemble("evaluate", ensemble)
+    warn_about_statistics(ensemble)
     checks.check_choice("task", task, TASKS)
     checks.check_whole("batch_size", batch_size)
     outputs, target = run_labelled(ensemble, data, batch_size, members=members, generator=generator)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from embens import laws
+from embens import laws, synonyms
 from embens.adapters import choose_low_rank
-from embens.checks import check_choice, check_members
+from embens.checks import check_choice, check_members, suggest
 from embens.embed import (
     Initialise,
     Sites,
@@ -36,6 +36,7 @@ DEFAULT_RANK = 4
 """Rank of the matrices of low-rank members."""
 
 
+@suggest(synonyms.MC_DROPOUT)
 def mc_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -83,6 +84,7 @@ def mc_dropout(
     )
 
 
+@suggest(synonyms.MASKSEMBLES)
 def masksembles(
     reference: nn.Module,
     members: int = 4,
@@ -124,6 +126,7 @@ def masksembles(
     )
 
 
+@suggest(synonyms.LAST_LAYER_DROPOUT)
 def last_layer_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -169,6 +172,7 @@ def last_layer_dropout(
     )
 
 
+@suggest(synonyms.LOW_RANK)
 def low_rank(
     reference: nn.Module,
     members: int = 8,
@@ -236,6 +240,7 @@ def _check_rank(rank: Any) -> int:
     return rank
 
 
+@suggest(synonyms.INDEPENDENT)
 def independent(
     reference: nn.Module,
     members: int = 8,
@@ -290,6 +295,7 @@ def independent(
     return build(reference, spec, initialise, generator)
 
 
+@suggest(synonyms.ADAPT)
 def adapt(
     reference: nn.Module,
     members: int = 8,

@@ -8,24 +8,21 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
-from embens import checks, sources
+from embens import checks, sources, synonyms
 from embens.ensemble import EmbeddedEnsemble
 from embens.modes import evaluating
 from embens.prediction import Prediction, Task
 from embens.trees import batch_size as count_rows
 from embens.trees import gather
 
-HINTS = {
-    "device": ". Move the ensemble, and the batches follow it: ensemble.to(device).",
-    "n_samples": "; it is called 'members'.",
-    "samples": "; it is called 'members'.",
-}
-"""What follows "predict has no argument 'name'"."""
+LARGEST_INITIAL_PART = 0.1
+"""Largest part of the running statistics that may be older than the training."""
 
 
-@checks.suggest(HINTS)
+@checks.suggest(synonyms.PREDICTION)
 def predict(
     ensemble: EmbeddedEnsemble,
     x: Any,
@@ -65,6 +62,7 @@ def predict(
         (torch.Size([5, 2, 3]), torch.Size([2, 3]))
     """
     check_ensemble("predict", ensemble)
+    warn_about_statistics(ensemble)
     checks.check_choice("task", task, get_args(Task))
     checks.check_whole("batch_size", batch_size)
     counts = sources.count_inputs(ensemble.reference.forward)
@@ -142,6 +140,39 @@ def check_ensemble(name: str, ensemble: Any) -> None:
     if kind in ("DistributedDataParallel", "DataParallel"):
         hint = "Pass its .module: fit itself averages over processes under torchrun"
     raise TypeError(f"{name} expects an ensemble; got {kind}. {hint}.")
+
+
+def warn_about_statistics(ensemble: EmbeddedEnsemble) -> None:
+    """Warn if running statistics have seen too few batches to follow the training.
+
+    Args:
+        ensemble: The ensemble.
+    """
+    for name, module in ensemble.reference.named_modules():
+        if not isinstance(module, _NormBase) or not module.track_running_stats:
+            continue
+        if module.momentum is None:  # the mean over all batches
+            continue
+        count = _batches_seen(ensemble, name, module)
+        initial_part = (1 - module.momentum) ** count
+        if count == 0 or initial_part <= LARGEST_INITIAL_PART:
+            continue
+        checks.warn(
+            f"{name or 'the reference'!r} ({type(module).__name__}) has seen {count} batches in "
+            f"training mode, so {initial_part:.0%} of its running statistics are older than that, "
+            "and predictions may be far worse than in training. Train for more batches, or run "
+            "ensemble.train()(x) on training data a few times, inside torch.no_grad()."
+        )
+        return
+
+
+def _batches_seen(ensemble: EmbeddedEnsemble, name: str, module: _NormBase) -> int:
+    """Return the number of batches that a norm layer has counted, the least over members."""
+    key = f"{name}.num_batches_tracked".lstrip(".")
+    counter = module.num_batches_tracked
+    if key in ensemble.individual:
+        counter = ensemble.individual[key]
+    return 0 if counter is None else int(counter.min())
 
 
 def check_gaussian(outputs: Any, task: Task) -> None:

@@ -41,7 +41,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from embens.checks import find_gaps, warn
+from embens import synonyms
+from embens.checks import find_gaps, suggest, warn
 from embens.losses import FEW_CLASSES, BatchKind, Criterion, Of, check_labels, member_losses
 from embens.optimizers import MakeOptimizer, OptimizerKind, measure_kind
 
@@ -69,6 +70,7 @@ _UNFIT: WeakSet[Optimizer] = WeakSet()
 # Objective
 
 
+@suggest(synonyms.CRITERION)
 def objective(
     outputs: Any,
     target: Any,

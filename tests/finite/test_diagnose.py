@@ -242,3 +242,9 @@ class TestSourceOfTheCoupling:
         report = self.report(self.residual(nn.BatchNorm1d(32)), laws.Signs(0.0))
         assert report.coupling == 0
         assert not report.regime.measured
+
+
+def test_arrays_are_converted():
+    ensemble = batch_ensemble(p=0.0)
+    expected = diagnose(ensemble, X, Y).to_dict()
+    assert diagnose(ensemble, X.double().numpy(), Y.numpy()).to_dict() == expected

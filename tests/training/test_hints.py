@@ -41,6 +41,7 @@ def message_for(name: str) -> str:
         ("eval_metric", 'KeepBest("nll")'),
         ("y", "train=(x, y)"),
         ("metrics", 'KeepBest("nll")'),
+        ("validation_split", "validation=(x[n:], y[n:])"),
     ],
 )
 def test_names_of_other_libraries_get_the_name_that_fit_uses(name, fix):

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from embens import optim
+from embens import optim, synonyms
+from embens.checks import suggest
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 from embens.ensemble.merged import MergedExecutor
 from embens.ensemble.separation import expand_buffers, separate_buffers
@@ -231,6 +232,7 @@ class EmbeddedEnsemble(nn.Module):
         """
         yield from self.reference.parameters()
 
+    @suggest(synonyms.RATES)
     def parameter_groups(
         self,
         lr: float = 0.01,
@@ -785,6 +787,17 @@ class EmbeddedEnsemble(nn.Module):
         self.flow = flow
         self.foldings = Foldings(self)
         self._merged: MergedExecutor | None = None
+
+    def __dir__(self) -> list[str]:
+        # Tools such as inspect.getmembers read each attribute they find here.
+        return [name for name in super().__dir__() if name != "accepts_loss_kwargs"]
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse ``torch.jit.script``, which calls this method first."""
+        raise TypeError(
+            "torch.jit.script cannot compile an ensemble. Use torch.export.export(ensemble, (x,)) "
+            "or ensemble.to_onnx(path, x), or script one member: ensemble.member(0)."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embens import theory
+from embens import sources, synonyms, theory
+from embens.checks import suggest
 from embens.ensemble import EmbeddedEnsemble
 from embens.finite import findings
 from embens.finite.arguments import Criterion, as_classes, check_measurement
@@ -26,11 +27,13 @@ from embens.finite.measurement import (
     measure,
     suggest_rates,
 )
+from embens.inference import floating_dtype
 from embens.optim import Gamma, gradient_factor
 from embens.theory import Regime, RegimeReport
 from embens.theory.regime import Structure, are_equal
 
 
+@suggest(synonyms.DIAGNOSE)
 def diagnose(
     ensemble: EmbeddedEnsemble,
     x: Any,
@@ -49,7 +52,8 @@ def diagnose(
 
     Args:
         ensemble: Any ensemble.
-        x: A batch, a tuple or a dict of the reference's arguments; a few hundred samples suffice.
+        x: A batch, a tuple or a dict of the reference's arguments, as tensors or arrays; a few
+            hundred samples suffice.
         target: Integer classes, or values.
         criterion: A function of one member's outputs and the target; None: cross-entropy for
             integer targets, the mean squared error for others.
@@ -75,6 +79,8 @@ def diagnose(
         >>> report.regime.value, report.gamma, report.warnings
         ('independent', 4.0, [])
     """
+    if isinstance(ensemble, EmbeddedEnsemble):
+        x, target = sources.as_tensors((x, target), floating_dtype(ensemble))
     _check_arguments(ensemble, x, target, criterion, optimizer, wanted)
     planned_factor = gradient_factor(gamma, ensemble.members, ensemble.natural_gamma)
     if criterion is None:
@@ -156,7 +162,7 @@ def _limit(
     if any(not site.hidden and site.law.overlap < 1 for site in ensemble.spec.sites):
         reason = "with modulated inputs or outputs, members are not exchangeable"
     elif samples is None:
-        reason = "the limit takes real inputs (n, features) or small images (n, channels, y, x)"
+        reason = "the infinite-width limit is computed for vectors and small images only"
     else:
         try:
             regime = theory.regime(ensemble, samples)
@@ -167,7 +173,7 @@ def _limit(
                 regime = _measured(regime, measurement)
             return regime, _gamma_at(regime.coupling, members)
         except (TypeError, ValueError, RuntimeError) as error:
-            reason = f"without the limit: {str(error).splitlines()[0]}"
+            reason = str(error).split(". ")[0].rstrip(".")
     coupling = structure.estimate()
     kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     explanation = f"{structure.explain(coupling)} ({reason})"

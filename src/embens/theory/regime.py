@@ -161,10 +161,10 @@ def regime(ensemble: EmbeddedEnsemble, x: Tensor | None = None) -> RegimeReport:
     if structure.flow.guesses:
         reason += f"; guessed: {'; '.join(dict.fromkeys(structure.flow.guesses))}"
     if not exact:
-        problem = str(error)
+        problem = str(error).split(". ")[0].rstrip(".")
         if error is None:
             problem = "the shape of its inputs is not known; pass x"
-        reason += f" (from laws and structure alone, without the limit: {problem})"
+        reason += f" (from laws and structure alone: {problem})"
     kind = Regime.COLLECTIVE if coupling else Regime.INDEPENDENT
     return RegimeReport(kind, coupling, reason, exact)
 

@@ -72,6 +72,7 @@ HINTS = {
     **dict.fromkeys(("metrics", "eval_metric", "monitor"), _METRICS),
     "momentum": ". Pass optimizer=functools.partial(torch.optim.SGD, momentum=…).",
     "shuffle": ". Tensors and data sets are shuffled; pass a DataLoader for another order.",
+    "validation_split": ". Split the data: train=(x[:n], y[:n]), validation=(x[n:], y[n:]).",
     "num_workers": ". Pass a DataLoader with num_workers=…",
     "logger": _CALLBACK.format("Log(writer)"),
     "early_stopping": _CALLBACK.format("EarlyStopping(patience)"),
