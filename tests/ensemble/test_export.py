@@ -247,6 +247,40 @@ def test_an_export_takes_any_number_of_rows(name, family):
             close(exported(other), ensemble(other))
 
 
+class Recurrent(nn.Module):
+    """Holds its weights in a list as well, as recurrent layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.core = nn.GRU(4, 6, num_layers=2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        _, state = self.core(self.embedding(tokens))
+        return self.head(state[-1])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recurrent_network_is_exported_and_trained_on(tmp_path):
+    ensemble, tokens = embens.batch_ensemble(Recurrent(), 3).eval(), torch.randint(9, (4, 5))
+    expected = ensemble(tokens).detach()
+    torch.export.export(ensemble, (tokens,))
+    close(run(ensemble.to_onnx(tmp_path / "net.onnx", tokens), tokens)[0], expected)
+    close(ensemble(tokens).detach(), expected)
+    embens.fit(ensemble, (tokens, torch.tensor([0, 1, 2, 0])), epochs=2, progress=False)
+    trained = ensemble.eval()(tokens).detach()
+    assert not torch.equal(trained, expected)
+    close(run(ensemble.to_onnx(tmp_path / "net.onnx", tokens), tokens)[0], trained)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused_with_another_way():
+    ensemble = embens.batch_ensemble(BUILD["mlp"].build(), 3)
+    with pytest.raises(TypeError, match=r"torch\.jit\.script cannot.*torch\.export"):
+        torch.jit.script(ensemble)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rows", [Dim("rows"), Dim.AUTO, Dim.DYNAMIC])
 def test_dynamic_shapes_can_have_every_form(rows):

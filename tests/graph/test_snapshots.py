@@ -42,6 +42,13 @@ def test_snapshots_contain_the_state_of_iterators_and_arrays():
         assert snapshot(values, set()) != before
 
 
+def test_tensors_without_values_are_compared_by_identity():
+    with torch._subclasses.FakeTensorMode():
+        value = torch.zeros(2)
+    assert snapshot(value, set()) == snapshot(value, set())
+    assert snapshot(value, set()) != snapshot(torch.zeros(2), set())
+
+
 def test_random_state_changes_with_every_draw():
     before = random_state()
     assert random_state() == before

@@ -92,9 +92,10 @@ def _export(
     errors: list[Exception] = []
     quiet = warnings.catch_warnings(action="ignore")  # the check tells what matters
     with evaluating(network), torch.no_grad(), quiet, ExitStack() as cleanup:
-        logger = logging.getLogger("torch.onnx")
-        cleanup.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.ERROR)
+        for library in ("torch.onnx", "onnxscript"):
+            logger = logging.getLogger(library)
+            cleanup.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
         for ensemble in ensembles:
             cleanup.callback(setattr, ensemble, "chunk", ensemble.chunk)
             ensemble.chunk = ensemble.members
