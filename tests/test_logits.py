@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import embens
 from embens.logits import (
     check_labelled,
     check_outputs,
@@ -52,3 +53,9 @@ def test_checked_labels_are_int64(outputs):
     assert checked.dtype == torch.int64
     with pytest.raises(ValueError, match="got indices from 1 to 3"):
         check_labelled(outputs, target + 1)
+
+
+def test_a_prediction_is_refused_with_its_members():
+    prediction = embens.Prediction(torch.zeros(2, 3, 4))
+    with pytest.raises(TypeError, match=r"got Prediction\. Pass prediction\.members\."):
+        embens.metrics.nll(prediction, torch.zeros(3, dtype=torch.int64))

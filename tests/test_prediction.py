@@ -191,3 +191,17 @@ def test_probabilities_of_images_need_classes_on_the_last_axis():
     rows = Prediction(outputs.movedim(2, -1).flatten(1, -2))
     expected = outputs.softmax(2).mean(0).movedim(1, -1).reshape(-1, 4)
     torch.testing.assert_close(rows.probabilities, expected)
+
+
+def test_logits_have_no_intervals():
+    prediction = Prediction(torch.randn(4, 5, 3))
+    for ask in (
+        prediction.interval,
+        lambda: prediction.quantile(0.5),
+        lambda: prediction.components,
+    ):
+        with pytest.raises(ValueError, match="task='regression' to predict; for classes use conf"):
+            ask()
+    # One value per row has no classes.
+    assert Prediction(torch.randn(4, 5, 1)).interval()[0].shape == (5, 1)
+    assert Prediction(torch.randn(4, 5, 3), "regression").interval()[0].shape == (5, 3)

@@ -64,7 +64,8 @@ def check_outputs(outputs: Tensor) -> Tensor:
     expected = "outputs must be finite floating logits (member, batch, class)"
     if not isinstance(outputs, Tensor):
         kind = type(outputs).__name__
-        raise TypeError(f"{expected}, got {kind}. Convert with torch.as_tensor.")
+        fix = "Pass prediction.members" if kind == "Prediction" else "Convert with torch.as_tensor"
+        raise TypeError(f"{expected}, got {kind}. {fix}.")
     if not outputs.is_floating_point():
         raise TypeError(f"{expected}, got {outputs.dtype}. Pass logits, not predicted classes.")
     shape = tuple(outputs.shape)

@@ -161,6 +161,7 @@ class Prediction:
         distributions; there the single component has the mean and the standard deviation of the
         ensemble.
         """
+        self._refuse_logits()
         if self.task == "gaussian":
             outputs = self._outputs("components", "gaussian")
             return outputs[..., 0], (outputs[..., 1] / 2).exp()
@@ -425,6 +426,16 @@ class Prediction:
                 f"task={tasks[-1]!r} to predict if the outputs have this meaning."
             )
         return outputs
+
+    def _refuse_logits(self) -> None:
+        """Raise ValueError if outputs are logits of classes, which have no intervals."""
+        outputs = self._outputs("components", *get_args(Task))
+        if self.task == "classification" and outputs.dim() > 2 and outputs.shape[-1] > 1:
+            raise ValueError(
+                "intervals and quantiles are defined for values, but this prediction has "
+                f"task='classification' and {outputs.shape[-1]} logits per row. For a regression "
+                "pass task='regression' to predict; for classes use conformal_sets."
+            )
 
     def _scores(self, score: Score | None) -> Float[Tensor, " batch"]:
         """Return the uncertainty of each row."""
