@@ -131,6 +131,11 @@ def test_other_inputs_raise(x):
         list(input_batches(x, batch_size=3))
 
 
+def test_lists_of_numbers_get_a_hint():
+    with pytest.raises(TypeError, match=r"got list\. Convert lists of numbers with torch\.tensor"):
+        list(input_batches(X.tolist(), batch_size=3))
+
+
 def test_missing_targets_and_unequal_rows_raise():
     for data in (DataLoader(X, 3), (X,), {"x": X}):
         with pytest.raises(TypeError, match="without a target"):
@@ -196,3 +201,12 @@ def test_a_wrong_number_of_inputs_raises(counts, valid):
 def test_inputs_with_a_target_raise_if_the_network_takes_one():
     with pytest.raises(ValueError, match=r"takes 1 input, got 2\. Pass inputs without targets"):
         list(input_batches((X, Y), batch_size=3, counts=(1, 1)))
+
+
+def test_a_list_of_dicts_is_a_data_set():
+    data = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+    inputs, target = next(iter(labelled_batches(data, batch_size=3, counts=(1, 1))))
+    assert torch.equal(inputs["x"], X[:3])
+    assert torch.equal(target, Y[:3])
+    (first, *_) = input_batches(data, batch_size=3)
+    assert torch.equal(first["x"], X[:3])

@@ -87,7 +87,7 @@ def labelled_batches(
     if isinstance(data, TensorDataset):
         data = data.tensors
     data = as_tensors(data, dtype)
-    if isinstance(data, (tuple, list, Mapping)):
+    if isinstance(data, (tuple, list, Mapping)) and not is_list_of_dicts(data):
         inputs, target = split_target(_drop_weights(data, counts))
         check_inputs("data", inputs, counts)
         yield from _slices("data", (inputs, target), LABELLED, batch_size)
@@ -248,6 +248,16 @@ def as_tensors(values: Any, dtype: torch.dtype | None = None) -> Any:
     return tree_map(convert, values)
 
 
+def is_list_of_dicts(data: Any) -> bool:
+    """Return whether data are a list with one dict per sample, which is a data set.
+
+    Example:
+        >>> is_list_of_dicts([{"x": 1, "labels": 0}]), is_list_of_dicts([1, 2])
+        (True, False)
+    """
+    return isinstance(data, list) and all(isinstance(row, Mapping) for row in data)
+
+
 def note_dtypes(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
     """Add the fix to an error of torch if inputs have another floating type than the network.
 
@@ -290,8 +300,11 @@ def _slices(name: str, values: Any, expected: str, batch_size: int) -> Iterator[
 
 def _loader(name: str, data: Any, expected: str, batch_size: int) -> Iterable[Any]:
     """Return an iterable of batches for a data set or a loader."""
-    if isinstance(data, (str, bytes, list)):
-        raise TypeError(f"{name} must be {expected}, got {type(data).__name__}.")
+    if isinstance(data, (str, bytes, list)) and not is_list_of_dicts(data):
+        hint = ""
+        if isinstance(data, list):
+            hint = " Convert lists of numbers with torch.tensor."
+        raise TypeError(f"{name} must be {expected}, got {type(data).__name__}.{hint}")
     is_data_set = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, IterableDataset) or is_data_set:
         # A loader draws a seed. A separate generator keeps the global random state unchanged.

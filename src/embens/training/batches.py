@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from embens.checks import check_rows
-from embens.sources import as_tensors, check_inputs, has_weights
+from embens.sources import as_tensors, check_inputs, has_weights, is_list_of_dicts
 from embens.training import processes
 from embens.training.processes import ALONE, World
 
@@ -98,7 +98,7 @@ class IndexedSource(BatchSource):
             data = data.tensors
         if isinstance(data, Mapping):
             data = split_target(data, expected)
-        if isinstance(data, (tuple, list)) and not _is_list_of_dicts(data):
+        if isinstance(data, (tuple, list)) and not is_list_of_dicts(data):
             data = as_tensors(data, self.dtype)
             self.count = check_rows(self.name, list(data), EXPECTED)
             data, self.weight = split_weights(data, self.counts, self.name)
@@ -383,7 +383,3 @@ def count_rows(target: Any, axis: int = 0) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() > axis:
             return leaf.shape[axis]
     raise TypeError("the data: expected targets with one row for each sample; got none")
-
-
-def _is_list_of_dicts(data: Any) -> bool:
-    return isinstance(data, list) and all(isinstance(row, Mapping) for row in data)
