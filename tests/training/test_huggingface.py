@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -246,3 +247,17 @@ def test_members_of_a_prediction_are_the_logits():
 
     assert prediction.members.shape == (MEMBERS, ROWS, CLASSES)
     assert torch.equal(prediction["logits"].members, prediction.members)
+
+
+def test_a_network_of_transformers_is_saved_without_a_warning(tmp_path):
+    model = ensemble(trunk="frozen")
+    trainer(model, tmp_path / "run").train()  # the forward with labels changes the configuration
+    with warnings.catch_warnings(action="error"):
+        model.save(tmp_path / "model.safetensors", shared=False)
+    loaded = embens.load(tmp_path / "model.safetensors", bert()).eval()
+    batch = {"input_ids": torch.ones(2, TOKENS, dtype=torch.int64)}
+    torch.testing.assert_close(loaded(**batch).logits, model.eval()(**batch).logits)
+
+
+def test_tools_that_read_all_attributes_do_not_meet_the_refusal_of_trainer():
+    assert "accepts_loss_kwargs" not in dict(inspect.getmembers(ensemble()))

@@ -27,7 +27,8 @@ _SCALARS = (bool, int, float, str, type(None))
 def read_attributes(ensemble: "EmbeddedEnsemble") -> list[MemberAttributes]:
     """Return what the forward of each member has set and may read; [] if there is nothing.
 
-    An attribute that the code only sets, such as the auxiliary loss of a pass, is left out.
+    An attribute that the code only sets, such as the auxiliary loss of a pass, is left out, and so
+    is a configuration of transformers, which the user's reference brings along.
 
     Args:
         ensemble: The ensemble between two passes.
@@ -43,6 +44,8 @@ def read_attributes(ensemble: "EmbeddedEnsemble") -> list[MemberAttributes]:
         saved: MemberAttributes = {}
         for module, values in attributes.items():
             for name, value in values.items():
+                if _is_configuration(value):
+                    continue
                 if guard is None or guard.reads_any_name or name in guard.loaded:
                     saved.setdefault(module, {})[name] = value
         result.append(copy_attributes(saved))
@@ -110,6 +113,14 @@ def _check_module(module: nn.Module, fields: Fields) -> None:
         before = vars(module).get(name)
         if isinstance(before, (bool, int, float, str)) and type(value) is not type(before):
             raise fields.fail(name, f"a value of type {type(before).__name__}")
+
+
+def _is_configuration(value: Any) -> bool:
+    """Return whether a value is a configuration of transformers.
+
+    The forward notes the kind of loss there, and derives it again in the next process.
+    """
+    return any(kind.__module__.startswith("transformers.") for kind in type(value).__mro__)
 
 
 def _is_plain(value: Any) -> bool:
