@@ -16,7 +16,7 @@ def warn_about_guesses(guesses: Iterable[str], *, is_watched: bool = False) -> N
         is_watched: Whether the data flow was read from a call on ``example_input``.
     """
     text = "; ".join(dict.fromkeys(guesses))
-    fix = "pass example_input=x (a batch, or a tuple of arguments)"
+    fix = "pass example_input=x (a batch, a tuple of arguments, or a dict of them by name)"
     if is_watched:
         fix = "name the layers in sites"
     warn(

@@ -66,7 +66,8 @@ def pass_black_box(reader: "FlowReader", module: nn.Module, name: str, inputs: "
         if is_layer(part) and id(part) not in inside_attention:
             parts.append(part)
     if len(parts) > 1 and not type(module).__module__.startswith("torch.nn"):
-        reader.flow.guesses.append(f"the order of the layers inside {name or 'the reference'!r}")
+        place = repr(name) if name else "the reference"
+        reader.flow.guesses.append(f"the order of the layers inside {place}")
     is_random = any(isinstance(part, RANDOM_MODULES) for part in module.modules())
     trail = inputs.through(inputs.upstream, random=is_random)
     for part in parts:
