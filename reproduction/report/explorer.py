@@ -32,7 +32,7 @@ from reproduction.storage import check_output, write_atomically
 
 NORMAL, SIGNS = "BatchEnsemble, N(p, 1 − p²)", "BatchEnsemble, signs with mean p"
 MASKS, LAST_LAYER_MASKS = "fixed masks, N(p, 1 − p²)", "last-layer masks, N(p, 1 − p²)"
-FAMILIES = (NORMAL, SIGNS, MASKS, LAST_LAYER_MASKS)
+FAMILIES = (SIGNS, NORMAL, MASKS, LAST_LAYER_MASKS)
 ACTIVATIONS = {"relu": math.sqrt(2), "gelu": 1.5}
 """Activations with the standard deviation of the weights."""
 DEPTHS = (1, 2, 3)
