@@ -78,8 +78,9 @@ is forward, loss and backward.
 
 The reference and the contestants alternate within one run. A value is the median over rounds, with
 quartiles in brackets; differences smaller than the quartiles are not significant. Rounds in which
-other processes used the processor are counted as *disturbed*. The *limit* is the best value that
-arithmetic or memory allow. `make bench` measures all rows, `make bench ARGS=--bars` those with a
+other processes used the processor are counted as *disturbed*. The *limit* counts arithmetic or
+memory alone. Small networks spend most of their time on calls, which members share, so that they
+can be faster than the limit. `make bench` measures all rows, `make bench ARGS=--bars` those with a
 bar for releases, and `ARGS=--short` takes few rounds.
 """
 
