@@ -35,9 +35,7 @@ def ensemble_at(p: float) -> embens.EmbeddedEnsemble:
     reference = embens.networks.mlp(
         64, 64, 3, 10, weight_std=2**0.5, parametrization="standard", generator=generator
     )
-    return embens.batch_ensemble(
-        reference, members=4, p=p, law=embens.laws.Signs, generator=generator
-    )
+    return embens.batch_ensemble(reference, members=4, p=p, generator=generator)
 
 
 coupling = [theory.regime(ensemble_at(p)).coupling for p in means]
