@@ -29,6 +29,14 @@ SEEDS = (0, 1, 2)
 MEANS = (0.0, 0.5, 0.9, 1.0)
 MEMBERS = 8
 EPOCHS = 60
+INTRODUCTION = (
+    "embens turns one PyTorch network into an ensemble: members share its weights and differ in a "
+    "few parameters each. This page shows two results that were computed on your machine."
+)
+NEXT = (
+    "Continue with <code>README.md</code>, which says what an ensemble gains and costs, and with "
+    "<code>docs/tutorial.md</code>. The code of this page is <code>reproduction/demo.py</code>."
+)
 GREY, BLUE, ORANGE = "#7f7f7f", "#1f77b4", "#ff7f0e"
 
 
@@ -245,7 +253,8 @@ def write_page(path: Path, tables: list[IntervalResult], regimes: list[RegimeRes
         "img{max-width:100%}table{border-collapse:collapse;margin:1rem 0}"
         "td,th{padding:.2rem .8rem;border-bottom:1px solid #ccc;text-align:right}"
         "td:first-child,th:first-child{text-align:left}</style>"
-        f"<h1>embens: many models inside one network</h1>{body}</html>"
+        f"<h1>embens: many models inside one network</h1><p>{INTRODUCTION}</p>{body}"
+        f"<p>{NEXT}</p></html>"
     )
     write_atomically(path, content.encode())
     return path

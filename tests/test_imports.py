@@ -14,7 +14,7 @@ from source import MODULES, imported_modules, imports
 import embens
 
 ORDER = (
-    ["checks", "trees", "modes", "markdown", "optimizers"],
+    ["checks", "trees", "modes", "markdown", "optimizers", "synonyms"],
     ["laws", "files", "logits", "mixtures", "sources", "differences"],
     ["metrics"],
     ["networks", "pictures", "conformal", "uncertainty", "fields", "folders", "losses"],
@@ -152,10 +152,15 @@ files = set()
 
 def profile(frame, event, argument):
     code = frame.f_code
-    if event == "call" and "embens" in code.co_filename and code.co_name != "<module>":
+    if code.co_qualname in ("<module>", "suggest.<locals>.decorate.<locals>.checked"):
+        return
+    if event == "call" and "embens" in code.co_filename:
         files.add(code.co_filename)
 """
-"""Code that collects the files of embens whose functions are called."""
+"""Code that collects the files of embens whose functions are called.
+
+The decorator that suggests names of arguments does not count.
+"""
 
 
 def test_walk_from_a_network_to_a_step_crosses_at_most_eight_files():

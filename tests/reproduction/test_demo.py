@@ -27,6 +27,7 @@ def test_the_demo_writes_one_page_with_two_pictures(small, tmp_path, capsys):
     assert command_line.main(["demo", "--out", str(tmp_path / "results")]) == 0
     page = (tmp_path / "results" / "demo.html").read_text()
     assert page.count("<img ") == 2
+    assert "docs/tutorial.md" in page
     assert "<td>embens, 16 members</td><td>100 %</td>" in page
     printed = capsys.readouterr().out
     assert "gradient boosting" in printed

@@ -250,8 +250,10 @@ def test_members_of_a_prediction_are_the_logits():
 
 
 def test_a_network_of_transformers_is_saved_without_a_warning(tmp_path):
-    model = ensemble(trunk="frozen")
-    trainer(model, tmp_path / "run").train()  # the forward with labels changes the configuration
+    model = make_ensemble(trunk="frozen")
+    make_trainer(
+        model, tmp_path / "run"
+    ).train()  # the forward with labels changes the configuration
     with warnings.catch_warnings(action="error"):
         model.save(tmp_path / "model.safetensors", shared=False)
     loaded = embens.load(tmp_path / "model.safetensors", bert()).eval()
@@ -260,4 +262,4 @@ def test_a_network_of_transformers_is_saved_without_a_warning(tmp_path):
 
 
 def test_tools_that_read_all_attributes_do_not_meet_the_refusal_of_trainer():
-    assert "accepts_loss_kwargs" not in dict(inspect.getmembers(ensemble()))
+    assert "accepts_loss_kwargs" not in dict(inspect.getmembers(make_ensemble()))
