@@ -752,6 +752,7 @@ def check_module(reference: Any) -> None:
         raise TypeError(
             f"the reference must be a torch.nn.Module, got {type(reference).__name__}.{hint}"
         )
+    has_memory = any(not parameter.is_meta for parameter in reference.parameters())
     for name, module in reference.named_modules():
         if "/" in name:
             raise ValueError(
@@ -767,6 +768,12 @@ def check_module(reference: Any) -> None:
             )
         if isinstance(module, EmbeddedEnsemble):
             raise TypeError("the reference is, or contains, an ensemble. Pass a plain network.")
+        attributes = vars(module).values()
+        if has_memory and any(isinstance(x, Tensor) and x.is_meta for x in attributes):
+            raise ValueError(
+                "the reference is that of another ensemble, whose members have separate tensors of "
+                f"{name!r}. Pass ensemble.member(a), or the original network."
+            )
     for name, argument in inspect.signature(reference.forward).parameters.items():
         if name in ("batch", "chunk") and argument.kind is argument.KEYWORD_ONLY:
             raise ValueError(

@@ -31,6 +31,9 @@ _ATOMIC = (*PLAIN, nn.Module, FunctionType, MethodType, type)
 """Values without contents, or whose contents are followed elsewhere."""
 
 _OWNED = (nn.Module, MethodType)
+_RECURRENT_LISTS = ("_flat_weights", "_flat_weight_refs")
+"""Attributes of recurrent layers that list their weights; the layers update them."""
+
 _MISSING = object()
 
 
@@ -196,7 +199,7 @@ class MemberCopy:
         for name, key, value in self.initial.changes():
             # Containers of modules hold the modules of this copy.
             is_attribute = key != "training" and value is not _MISSING
-            is_attribute = is_attribute and key not in held_keys
+            is_attribute = is_attribute and key not in (*held_keys, *_RECURRENT_LISTS)
             if is_attribute and not any(isinstance(x, _OWNED) for x in tree_leaves(value)):
                 self.changed[name, key] = value
         attributes: dict[str, dict[str, Any]] = {}

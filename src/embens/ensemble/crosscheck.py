@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -135,9 +136,11 @@ def find_difference(
     tensors = (*state, *arguments)
     if is_transformed() or not all(_is_comparable(tensor) for tensor in tensors):
         raise _Undecided
-    # Modes of torch may count operations, or record them in a graph.
+    # Modes of torch may count operations, or record them in a graph. torch.utils.checkpoint counts
+    # the tensors that are saved for the backward pass.
     with (
         _disable_current_modes(),
+        saved_tensors_hooks(_identity, _identity),
         _unchanged_buffers(ensemble.reference),
         _unchanged_generators(tensors) as generators,
     ):
@@ -173,6 +176,10 @@ def _sample_values(ensemble: "EmbeddedEnsemble") -> dict[str, Tensor]:
     values = ensemble.sample_values()
     ensemble.generator_state = generator_state
     return values
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _is_comparable(tensor: Tensor) -> bool:

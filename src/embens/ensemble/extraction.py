@@ -33,6 +33,7 @@ def plain_member(
     Returns:
         A copy of the reference with the member's weights.
     """
+    ensemble.refresh_layers()
     member_values: dict[str, Tensor] = {}
     tied: dict[int, Tensor] = {}  # tied tensors of a member stay tied
     for name, stack in values.items():
