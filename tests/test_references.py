@@ -557,7 +557,9 @@ class Truth:
 
     def __init__(self, case: Case, ensemble: embens.EmbeddedEnsemble):
         self.values: dict[tuple[str, str], nn.Parameter] = {}
-        self.by_hand = case.family not in ("independent", "affine")
+        recurrent = {n for n, m in case.reference.named_modules() if isinstance(m, nn.RNNBase)}
+        has_gates = any(s.layer in recurrent and s.kind == "pre" for s in ensemble.spec.sites)
+        self.by_hand = case.family not in ("independent", "affine") and not has_gates
         if not self.by_hand:
             self.networks = [ensemble.member(a) for a in range(ensemble.members)]
             return

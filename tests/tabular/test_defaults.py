@@ -33,6 +33,8 @@ def test_a_large_table_has_the_smallest_number_of_epochs():
         ({"lr": 0}, "lr must be a positive number or 'auto', got 0"),
         ({"lr": float("inf")}, "lr must be a positive number or 'auto', got inf"),
         ({"time_limit": 0}, "time_limit must be a number from 1 to inf or None, got 0"),
+        ({"n_jobs": 0}, "n_jobs must be a positive number of threads, .* got 0"),
+        ({"n_jobs": [2]}, r"n_jobs must be a positive number of threads, .* got \[2\]"),
         ({"sites": "last"}, "sites must be one of 'auto', 'first', 'hidden', 'all', got 'last'"),
         ({"validation_fraction": 1.0}, "validation_fraction must be a number from 0 to 0.9"),
         ({"categorical_features": ["siz"]}, r"the column 'siz', .* columns are \['size', "),

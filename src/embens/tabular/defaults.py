@@ -162,6 +162,12 @@ def check_arguments(arguments: Arguments) -> None:
         _check_number(arguments, name, Integral, 1, math.inf, "a positive integer")
     for name, (low, high) in RANGES.items():
         _check_number(arguments, name, Real, low, high, f"a number from {low:g} to {high:g}")
+    is_whole = isinstance(arguments.n_jobs, Integral) and not isinstance(arguments.n_jobs, bool)
+    if arguments.n_jobs is not None and (not is_whole or arguments.n_jobs == 0):
+        raise ValueError(
+            "n_jobs must be a positive number of threads, a negative one as in joblib, or None, "
+            f"got {arguments.n_jobs!r}."
+        )
     # Between the smallest and the largest positive float: not 0 and not infinite.
     _check_number(arguments, "lr", Real, math.ulp(0.0), sys.float_info.max, "a positive number")
     if arguments.keep_members != "all":
