@@ -23,6 +23,7 @@ COSTS = ("fit_seconds", "predict_seconds", "parameters", "memory")
 ROUNDS = 200  # of the bootstrap
 NEARLY_ALL = 0.9  # of our tables, for a contestant to be on the first leaderboard
 OURS = "embens"
+TIMED_ROWS = 5000  # the bar on time; at 1,000 rows not all fits are of the same run
 
 
 def report(path: Path) -> None:
@@ -52,7 +53,9 @@ def body(fits: pd.DataFrame) -> str:
             f"{splits} split of each\n"
         )
         problems = [f"- {f.table}, {f.contestant}: {f.problem}" for f in failed.itertuples()]
-        bar_lines = [f"| {bar} | {result} | {met} |" for bar, result, met in bars(means, ranked)]
+        bar_lines = [
+            f"| {bar} | {result} | {met} |" for bar, result, met in bars(means, ranked, rows)
+        ]
         texts += [title, *problems, describe(means, ranked), "\n### Bars\n"]
         texts += ["| bar | result | |", "|---|---|---|", *bar_lines, ""]
     return "\n".join(texts).rstrip()
@@ -77,8 +80,10 @@ def headline(fits: pd.DataFrame) -> str:
             "coverage of 90 % intervals: mean, lowest": (
                 f"{covered.mean():.3f}, {covered.min():.3f}"
             ),
-            "time of all fits ÷ CatBoost's": f"{seconds[OURS] / seconds['catboost']:.1f}",
         }
+        if rows == TIMED_ROWS:
+            ratio = f"{seconds[OURS] / seconds['catboost']:.1f}"
+            columns[f"≤ {rows:,} rows"]["CPU time of all fits ÷ CatBoost's"] = ratio
     return markdown(pd.DataFrame(columns).rename_axis(""))
 
 
@@ -253,7 +258,7 @@ def costs(means: pd.DataFrame) -> pd.DataFrame:
 # Bars
 
 
-def bars(means: pd.DataFrame, ranked: pd.DataFrame) -> list[tuple[str, str, str]]:
+def bars(means: pd.DataFrame, ranked: pd.DataFrame, rows: int) -> list[tuple[str, str, str]]:
     """Return bars, results and whether they are met, for the contestants that were measured."""
     if OURS not in ranked:
         return []
@@ -278,7 +283,7 @@ def bars(means: pd.DataFrame, ranked: pd.DataFrame) -> list[tuple[str, str, str]
         result = f"{mean:.3f} ± {covered.sem():.3f}, lowest {low:.3f}, {len(covered)} tables"
         found.append(("coverage of 90 % intervals: mean .89–.91, all ≥ .85", result, _met(met)))
     for rival in ("catboost", "catboost_all_rows"):
-        if rival in ranked:
+        if rival in ranked and rows == TIMED_ROWS:
             found.append(_time_bar(means, rival))
     return found
 
@@ -328,7 +333,7 @@ def _time_bar(means: pd.DataFrame, rival: str):
     total = seconds[OURS].sum() / seconds[rival].sum()
     typical = np.exp(np.log(seconds[OURS] / seconds[rival]).mean())
     result = f"{total:.1f} (all fits together), {typical:.1f} (geometric mean over tables)"
-    return f"CPU time of a fit ÷ {rival}, ≤ 3 at 5,000 rows", result, _met(total <= 3)
+    return f"CPU time of a fit ÷ {rival} ≤ 3", result, _met(total <= 3)
 
 
 # Form
