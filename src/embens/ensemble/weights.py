@@ -68,10 +68,9 @@ class _MemberTensors:
             return self.computed[name]
         return getattr(self.reference.get_submodule(layer.module), key)
 
-    def set_part(self, layer: Layer, key: str, part: Tensor) -> None:
-        """Change the rows of a tensor that belong to a layer."""
-        name = f"{layer.module}.{key}".lstrip(".")
-        self.changed[name] = layer.with_part(self.get(layer, key), part)
+    def set(self, layer: Layer, key: str, tensor: Tensor) -> None:
+        """Change a tensor of the module of a layer."""
+        self.changed[f"{layer.module}.{key}".lstrip(".")] = tensor
 
 
 def _add_low_rank(
@@ -87,11 +86,12 @@ def _add_low_rank(
     """
     first_column = 0
     for key in layer.weights:
-        weight = layer.part(tensors.get(layer, key))
+        tensor = tensors.get(layer, key)
+        weight = layer.part(tensor)
         columns = weight[0].numel()
         delta = product.narrow(1, first_column, columns).reshape(weight.shape)
         weight = weight * (1 + delta) if site.kind == "multiplicative" else weight + delta
-        tensors.set_part(layer, key, weight)
+        tensors.set(layer, key, layer.with_part(tensor, weight))
         first_column += columns
 
 
@@ -101,12 +101,14 @@ def _modulate_layer(
     """Modulate the weights and biases of a layer; ``tensors`` are changed in place."""
     for key in layer.weights:
         input_values = None if key in layer.recurrent else post
-        weight = layer.part(tensors.get(layer, key))
-        tensors.set_part(layer, key, modulated_weight(layer, weight, pre, input_values))
+        tensor = tensors.get(layer, key)
+        weight = modulated_weight(layer, layer.part(tensor), pre, input_values)
+        tensors.set(layer, key, layer.with_part(tensor, weight))
     if pre is None:
         return
     for key in layer.biases:
-        tensors.set_part(layer, key, layer.part(tensors.get(layer, key)) * pre)
+        tensor = tensors.get(layer, key)
+        tensors.set(layer, key, layer.with_part(tensor, layer.part(tensor) * pre))
 
 
 def modulations_by_layer(
