@@ -135,3 +135,8 @@ def test_a_layer_has_at_most_as_many_features_as_weights():
 def test_invalid_times_raise(time):
     with pytest.raises(ValueError, match="time must be a positive number"):
         predict(8, (1,), time=time)
+
+
+def test_no_candidates_raise():
+    with pytest.raises(ValueError, match="at least one number of members"):
+        predict(8, ())

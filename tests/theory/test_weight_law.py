@@ -44,3 +44,11 @@ def test_other_weights_are_refused_by_name():
     nn.init.normal_(layer.weight)
     with pytest.raises(ValueError, match=r"weights of 'head' \(Linear\) is not known"):
         weight_law(layer, finite=True, path="head")
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weights_that_are_computed_are_refused(norm):
+    layer = norm(nn.Linear(9, 30))
+    with pytest.raises(TypeError, match=r"weight of 'up' \(.*Linear\) is computed from other"):
+        weight_law(layer, finite=True, path="up")

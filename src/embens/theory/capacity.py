@@ -128,6 +128,8 @@ def best_members(
         8
     """
     candidates = tuple(check_members(count) for count in members)
+    if not candidates:
+        raise ValueError("members must hold at least one number of members; got none.")
     check_whole("draws", draws)
     if generator is None:
         generator = torch.Generator().manual_seed(0)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from embens.theory.moments import MEASURE, describe
 from embens.theory.recursion import has_rule, propagate, steps, unknown_limit
 
 
@@ -48,6 +49,25 @@ def split_chain(network: nn.Module) -> tuple[list[nn.Module], list[tuple[str, nn
             f"the network has no Linear or convolution: {network}. In the limit it must have one."
         )
     return [module for _, module in named_modules[:first]], named_modules[first:]
+
+
+def require_separate_parameters(layers: list[tuple[str, nn.Module]]) -> None:
+    """Raise where two layers have a parameter in common, so that their outputs are correlated.
+
+    Args:
+        layers: Names and modules, in order.
+    """
+    owners: dict[int, str] = {}
+    for path, module in layers:
+        for parameter in module.parameters():
+            owner = owners.get(id(parameter))
+            if owner is not None:
+                what = "is used twice" if owner == path else f"shares a parameter with {owner!r}"
+                raise TypeError(
+                    f"{describe(module, path)} {what}, so outputs are correlated in a way that has "
+                    f"no rule. {MEASURE}"
+                )
+        owners.update({id(parameter): path for parameter in module.parameters()})
 
 
 def first_layer(module: nn.Module) -> Any:

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
-from embens.theory.chain import first_layer, is_chain, pixel_axes, split_chain
+from embens.theory.chain import (
+    first_layer,
+    is_chain,
+    pixel_axes,
+    require_separate_parameters,
+    split_chain,
+)
 from embens.theory.conditions import Conditions
 from embens.theory.ensembles import (
     data_flow,
@@ -108,8 +114,7 @@ class Limit:
         self.walk: Walk | None = None
         if is_chain(network):
             self._preprocessing, self.steps = split_chain(network)
-            modules = nn.ModuleList([module for _, module in self.steps])
-            self._poolings = count_poolings(modules)
+            self._poolings = sum(count_poolings(module) for _, module in self.steps)
         else:
             self._preprocessing = []
             self.walk = Walk(network, example)
@@ -117,6 +122,7 @@ class Limit:
             mixes = mixes_pixels_anywhere(self.walk.nodes, network)
             self._poolings = ALL_PAIRS if mixes else 0
             self._require_hidden_modulations(network)
+        require_separate_parameters(self.steps)
 
     def _require_hidden_modulations(self, network: nn.Module) -> None:
         """Raise where inputs or outputs of custom code are modulated."""

@@ -158,8 +158,10 @@ def steps(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
         return
     if type(module).forward is not nn.Sequential.forward:
         raise unknown_limit(module, path)
-    for name, child in module.named_children():
-        yield from steps(child, f"{path}.{name}" if path else name)
+    # named_children leaves out a module that occurs again, such as one activation for all layers.
+    for name, child in module.named_modules(remove_duplicate=False):
+        if name and "." not in name:
+            yield from steps(child, f"{path}.{name}" if path else name)
 
 
 @propagate.register(nn.Sequential)

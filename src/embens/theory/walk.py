@@ -151,7 +151,10 @@ class Walk:
             if node.op == "output":
                 result = args[0]
                 if not isinstance(result, Stream):
-                    raise TypeError(f"the forward must return one tensor; got {result!r}.")
+                    raise TypeError(
+                        "the forward must return one tensor that depends on a layer; got "
+                        f"{type(result).__name__}. {MEASURE}"
+                    )
                 return average_parts(result)
             try:
                 values[node] = self._value(node, args, kwargs, state, depth)

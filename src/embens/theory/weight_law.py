@@ -53,6 +53,7 @@ def weight_law(layer: nn.Module, *, finite: bool, path: str = "") -> WeightLaw:
         path: Name of the layer, for messages.
 
     Raises:
+        TypeError: If the weights are computed from other parameters, as by weight norm.
         ValueError: If the weights of a torch layer do not look like torch's initialisation.
 
     Example:
@@ -63,6 +64,7 @@ def weight_law(layer: nn.Module, *, finite: bool, path: str = "") -> WeightLaw:
     weight: Tensor = layer.weight  # type: ignore[assignment]
     bias: Tensor | None = layer.bias  # type: ignore[assignment]
     fan_in = weight[0].numel()
+    _require_stored_tensors(layer, path)
     if isinstance(layer, Parametrized):
         weight_variance = layer.weight_std**2
         bias_variance = layer.bias_std**2
@@ -85,6 +87,19 @@ def weight_law(layer: nn.Module, *, finite: bool, path: str = "") -> WeightLaw:
     if not bias.requires_grad:
         bias_gain = 0.0
     return WeightLaw(weight_variance, bias_variance, weight_gain, bias_gain)
+
+
+def _require_stored_tensors(layer: nn.Module, path: str) -> None:
+    """Raise if weights or biases are computed from other parameters, which have other tangents."""
+    stored = {name for name, _ in layer.named_parameters(recurse=False)}
+    stored |= {name for name, _ in layer.named_buffers(recurse=False)}
+    for name in ("weight", "bias"):
+        if getattr(layer, name) is not None and name not in stored:
+            raise TypeError(
+                f"the {name} of {describe(layer, path)} is computed from other parameters, whose "
+                "tangents have no rule. Remove the parametrization: "
+                "torch.nn.utils.parametrize.remove_parametrizations. " + MEASURE
+            )
 
 
 def _require_torch_initialisation(layer: nn.Module, weight: Tensor, fan_in: int, path: str) -> None:
