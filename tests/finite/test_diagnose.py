@@ -242,6 +242,35 @@ class TestSourceOfTheCoupling:
         report = self.report(self.residual(nn.BatchNorm1d(32)), laws.Signs(0.0))
         assert report.coupling == 0
         assert not report.regime.measured
+        assert "from the laws, which make it 0" in " ".join(str(report).split())
+
+    @pytest.mark.parametrize("p", [0.0, 0.5])
+    def test_is_exact_on_transformers(self, p):
+        """Tokens are (n, token, feature); scores are divided by the width."""
+
+        class Transformer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.stem, self.query, self.value = (nn.Linear(w, 16) for w in (5, 16, 16))
+                self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+                self.head = nn.Linear(16, 3)
+
+            def forward(self, x):
+                x = self.stem(x)
+                h = self.norm(x)
+                q, v = self.query(h), self.value(h)
+                x = x + self.out(F.scaled_dot_product_attention(q, q, v, scale=1 / 16))
+                return self.head(x.mean(1))
+
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(6, 3, 5, generator=generator)
+        ensemble = embens.embed(
+            Transformer(), 4, None, laws.Signs(p), example_input=x, generator=generator
+        )
+        report = embens.diagnose(ensemble, x, torch.arange(6) % 3)
+        assert report.regime.exact
+        assert (report.coupling > 0) == (p > 0)
 
 
 def test_arrays_are_converted():

@@ -8,29 +8,32 @@ from theory.measured import points
 
 import embens
 from embens import laws, theory
+from embens.theory.capacity import layer_blocks
 
 SIGNS = laws.Signs(0.0)
 TRAIN, TEST = 8, 20
 
 
-def problem():
-    x = points(TRAIN + TEST, features=3, seed=3)
+def problem(features=3):
+    x = points(TRAIN + TEST, features=features, seed=3)
     y = x[:, 0]
     return x[:TRAIN], y[:TRAIN], x[TRAIN:], y[TRAIN:]
 
 
-def ensemble_of(width, members=8, generator=None):
-    net = embens.networks.mlp(3, width, 2, weight_std=2**0.5, generator=generator).double()
+def ensemble_of(width, members=8, generator=None, *, depth=2, features=3):
+    net = embens.networks.mlp(
+        features, width, depth, weight_std=2**0.5, generator=generator
+    ).double()
     return embens.embed(net, members, pre=SIGNS, post=SIGNS, trainable=False, generator=generator)
 
 
-def linearised_error(width: int, members: int, time: float, seeds: int) -> float:
+def linearised_error(width: int, members: int, time: float, seeds: int, **shape) -> float:
     """Return the test error of networks that are linearised at their initialisation."""
-    x_train, y_train, x_test, y_test = problem()
+    x_train, y_train, x_test, y_test = problem(shape.get("features", 3))
     x = torch.cat([x_train, x_test])
     errors = []
     for seed in range(seeds):
-        ensemble = ensemble_of(width, members, torch.Generator().manual_seed(seed))
+        ensemble = ensemble_of(width, members, torch.Generator().manual_seed(seed), **shape)
         kernel = embens.finite.ntk(ensemble, x, outputs="trace").shared
         with torch.no_grad():
             outputs = ensemble(x)[..., 0]
@@ -84,6 +87,32 @@ def test_error_is_that_of_linearised_networks(members):
     report = predict(64, (members,), time=300.0, draws=8)
     measured = linearised_error(64, members, 300.0, seeds=12)
     assert report.errors.item() == pytest.approx(measured, rel=0.5)
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_first_layers_have_as_many_features_as_inputs_and_units(members):
+    """The kernel of inputs multiplies that of gradients; width 16 alone would be 16 features."""
+    shape = {"depth": 1, "features": 5}
+    x_train, y_train, x_test, y_test = problem(features=5)
+    report = theory.best_members(
+        ensemble_of(16, **shape),
+        (x_train, y_train),
+        (x_test, y_test),
+        members=(members,),
+        gamma=float,
+        time=3000.0,
+        draws=24,
+    )
+    measured = linearised_error(16, members, 3000.0, seeds=40, **shape)
+    assert 0.5 < report.errors.item() / measured < 2
+
+
+def test_orthogonal_inputs_have_features_of_the_whole_kernel():
+    x = torch.eye(3, dtype=torch.float64)
+    blocks = layer_blocks(ensemble_of(16), x, count=3)
+    assert blocks["0"].inputs is None
+    blocks = layer_blocks(ensemble_of(16), x + 1, count=3)
+    assert blocks["0"].inputs is not None
 
 
 def test_wide_networks_hold_more_members():

@@ -162,7 +162,7 @@ def _limit(
     if any(not site.hidden and site.law.overlap < 1 for site in ensemble.spec.sites):
         reason = "with modulated inputs or outputs, members are not exchangeable"
     elif samples is None:
-        reason = "the infinite-width limit is computed for vectors and small images only"
+        reason = "the infinite-width limit is computed for vectors, tokens and small images only"
     else:
         try:
             regime = theory.regime(ensemble, samples)

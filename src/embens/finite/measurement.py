@@ -241,9 +241,14 @@ def _bias_part(
 
 def few_samples(x: Any) -> Tensor | None:
     """Return few enough samples for the limit's kernels; None if even one takes too long."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (2, 4):
+    if not isinstance(x, Tensor) or x.is_complex() or x.dim() not in (2, 3, 4):
         return None
-    pixels = x[0, 0].numel()
+    if not x.is_floating_point():
+        pixels = x[0].numel()  # tokens (n, token)
+    elif x.dim() == 3:
+        pixels = max(x.shape[1:])  # (n, token, feature) or (n, channel, pixel)
+    else:
+        pixels = x[0, 0].numel()
     for most_pixels, count in LIMIT_SAMPLES:
         if pixels <= most_pixels:
             return x[:count].detach().double()

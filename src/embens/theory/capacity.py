@@ -13,7 +13,9 @@ random part is modelled by :math:`n_m` normal features,
     \mathrm{Cov}(g^m_{aj}, g^m_{bj}) = T^m_{ab} .
 
 The number of features makes the variance of :math:`\hat T^m_{ab}` equal to the interference of
-layer :math:`m`. It is at most the number of weights, which inner layers reach. Gradient flow on the
+layer :math:`m`. It is at most the number of weights, which inner layers reach. In a perceptron, the
+first layer's kernel is that of its inputs, which is not random, times one of gradients; only the
+latter has random features. Gradient flow on the
 squared loss is solved for a few draws of these features; the prior of the outputs is integrated in
 closed form.
 """
@@ -26,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embens.checks import check_members, check_whole, short_repr
 from embens.ensemble import EmbeddedEnsemble
@@ -34,7 +36,9 @@ from embens.optim import Gamma
 from embens.theory.blocks import kernels
 from embens.theory.interference import interference, layer_names
 from embens.theory.kernel import Kernels, MemberKernel, resolve_gamma
+from embens.theory.limit import Limit
 from embens.theory.problem import check_targets, covariance_root
+from embens.theory.weight_law import weight_law
 
 _PERCEPTRON_INPUTS = 16
 _IMAGE_INPUTS = 4
@@ -155,10 +159,38 @@ class LayerBlock:
     Attributes:
         kernel: Its limit, within and between members.
         features: Number of normal features with the same variance between members.
+        inputs: Factor of the kernel that is not random, ``(n, n)``, or None.
     """
 
     kernel: MemberKernel
     features: float
+    inputs: Tensor | None = None
+
+    def draw(self, members: int, train: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw the kernel from its features.
+
+        Args:
+            members: Number of members.
+            train: Number of inputs that are train data, which come first.
+            generator: Source of randomness.
+
+        Returns:
+            The kernel of the train data ``(member, train, member, train)``, and that of the mean
+            over members on test data with the train data ``(test, member, train)``.
+        """
+        count = max(1, round(self.features))
+        kernel = self.kernel
+        if self.inputs is not None:
+            kernel = MemberKernel(kernel.same / self.inputs, kernel.cross / self.inputs)
+        features = _draw_features(kernel, members, count, generator)
+        train_features = features[:, :train]
+        mean_features = features[:, train:].mean(0)
+        of_train = torch.einsum("aif,bjf->aibj", train_features, train_features) / count
+        of_test = torch.einsum("tf,bjf->tbj", mean_features, train_features) / count
+        if self.inputs is None:
+            return of_train, of_test
+        of_train = of_train * self.inputs[:train, None, :train]
+        return of_train, of_test * self.inputs[train:, None, :train]
 
 
 def layer_blocks(ensemble: EmbeddedEnsemble, x: Tensor, *, count: int) -> dict[str, LayerBlock]:
@@ -171,7 +203,8 @@ def layer_blocks(ensemble: EmbeddedEnsemble, x: Tensor, *, count: int) -> dict[s
     """
     blocks = {}
     indices = torch.linspace(0, len(x) - 1, min(count, len(x))).round().long().unique()
-    for name in layer_names(ensemble, x):
+    names = layer_names(ensemble, x)
+    for name in names:
         only = _with_one_trainable_layer(ensemble, name)
         kernel = kernels(only, x).ntk_shared
         variance = interference(only, x[indices], members=1, gamma=1.0)
@@ -182,8 +215,26 @@ def layer_blocks(ensemble: EmbeddedEnsemble, x: Tensor, *, count: int) -> dict[s
         features = float(only.reference.get_submodule(name).weight.numel())  # type: ignore[union-attr]
         if variance.sum() > 0:
             features = min(features, float(expected.sum() / variance.sum()))
-        blocks[name] = LayerBlock(kernel, features)
+        inputs = _first_factor(only, name, x) if name == names[0] else None
+        blocks[name] = LayerBlock(kernel, features, inputs)
     return blocks
+
+
+def _first_factor(ensemble: EmbeddedEnsemble, name: str, x: Tensor) -> Tensor | None:
+    """Return the factor of the first layer's kernel that depends on the inputs alone, or None.
+
+    The other factor is found by a division, so there is none for orthogonal inputs.
+    """
+    inputs = Limit(ensemble, x).x1
+    layer = ensemble.reference.get_submodule(name)
+    if not isinstance(layer, nn.Linear):
+        return None
+    law = weight_law(layer, finite=True, path=name)
+    factor = law.gradients(inputs @ inputs.mT / inputs.shape[1], 1.0)
+    sizes = factor.diagonal().abs().sqrt()
+    if (factor.abs() <= 1e-8 * torch.outer(sizes, sizes)).any():
+        return None
+    return factor
 
 
 def _with_one_trainable_layer(ensemble: EmbeddedEnsemble, name: str) -> EmbeddedEnsemble:
@@ -271,12 +322,7 @@ class _Problem:
             if block.features > _MANY_FEATURES * members * n:
                 more_train, more_test = self._mean_blocks(block.kernel, members)
             else:
-                count = max(1, round(block.features))
-                features = _draw_features(block.kernel, members, count, generator)
-                train_features = features[:, :n]
-                mean_features = features[:, n:].mean(0)
-                more_train = torch.einsum("aif,bjf->aibj", train_features, train_features) / count
-                more_test = torch.einsum("tf,bjf->tbj", mean_features, train_features) / count
+                more_train, more_test = block.draw(members, n, generator)
             train_kernel = train_kernel + scale * more_train
             test_kernel = test_kernel + scale * more_test
         return train_kernel, test_kernel

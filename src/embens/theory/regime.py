@@ -82,6 +82,8 @@ class RegimeReport:
             return "exact, from the infinite-width limit"
         if self.measured:
             return "measured on this network, whose limit is not known"
+        if self.coupling == 0:
+            return "from the laws, which make it 0 in any wide network of this structure"
         return "estimated from laws and structure"
 
     @property
