@@ -119,7 +119,7 @@ def pending(cells: Sequence[Cell], results: "Results", *, retry_failed: bool) ->
 def select(cells: Sequence[Cell], **wanted: Sequence[Any]) -> list[Cell]:
     """Return the cells of an experiment with the wanted values.
 
-    Baseline cells are kept for the remaining seeds.
+    Baseline cells are kept for the remaining seeds and widths.
 
     Args:
         cells: Cells of an experiment; those of the baselines come last.
@@ -148,7 +148,11 @@ def select(cells: Sequence[Cell], **wanted: Sequence[Any]) -> list[Cell]:
                 f"got {', '.join(map(str, values))}."
             )
     seeds = {cell.seed for cell in selected}
-    return selected + [cell for cell in baselines if cell.seed in seeds]
+    widths = {cell.width for cell in selected}
+    for cell in baselines:
+        if cell.seed in seeds and cell.width in widths:
+            selected.append(cell)
+    return selected
 
 
 def _is_same(value: Any, wanted: Any) -> bool:

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from reproduction.grid import runs
+from reproduction.grid.cells import cells_of
 from reproduction.grid.engines import inline
 from reproduction.grid.keys import key_of
 from reproduction.grid.results import Results
 from reproduction.grid.runs import measure
+from reproduction.grid.settings import PRESETS
 from tests.reproduction import problem
 
 
@@ -111,6 +113,13 @@ def test_selecting_lists_the_available_values():
         runs.select(cells, members=[9])
     with pytest.raises(ValueError, match="does not sweep width"):
         runs.select(cells, width=[1.0])
+
+
+def test_networks_of_other_widths_are_not_trained_as_baselines():
+    cells = cells_of("widths", PRESETS["quick"], [0, 1])
+    selected = runs.select(cells, width=[0.5, 1.0], seed=[1])
+    baselines = [cell for cell in selected if cell.experiment == "baselines"]
+    assert [(cell.width, cell.seed) for cell in baselines] == [(0.5, 1), (1.0, 1)]
 
 
 def test_the_threads_of_a_cell_are_set_and_put_back():
