@@ -21,7 +21,7 @@ from embens.ensemble.parametrizations import (
     parametrized_names,
 )
 from embens.graph.snapshots import PLAIN, STANDARD_ATTRIBUTES, snapshot
-from embens.sites import Layer
+from embens.sites import EnsembleSpec, Layer
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -84,41 +84,46 @@ class MemberCopy:
         ensemble: The ensemble.
         plain: Whether parametrized layers become plain ones, whose weight is a parameter.
             Otherwise their parameters are those of the user's layer, and the weight is computed.
+
+    Attributes:
+        module: The copy.
+        weights_table: Where parametrized layers have their computed weight, "_parameters" or
+            "_buffers".
+        pairs: Modules of the reference with their copies, after the prefix of their names.
+        separate: Module, name and table of the tensors that members have separately.
+        scales: Modulations of layers that are scaled by hooks.
+        aliases: Buffers of the member in the memory of the stacked ones, by name.
+        replaced: Names of buffers that the code replaces.
+        calls: Number of calls of layers whose parametrization has state.
+        held_parameters: Attributes that hold parameters of the reference, besides their layers.
+        initial: The attributes of the copy.
+        changed: Attributes that the member's code has set.
     """
 
     def __init__(self, ensemble: "EmbeddedEnsemble", *, plain: bool = False):
-        reference = ensemble.reference
-        self.module = copy_with_plain_classes(reference)
+        self.module = copy_with_plain_classes(ensemble.reference)
         self.weights_table = "_parameters" if plain else "_buffers"
-        self.calls: dict[str, int] = {}  # calls of layers whose parametrization has state
+        self.pairs: list[tuple[str, nn.Module, nn.Module]] = []
+        self.separate: list[tuple[str, str, str]] = []
+        self.scales: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        self.aliases: dict[str, Tensor] = {}
+        self.replaced: set[str] = set()
+        self.calls: dict[str, int] = {}
+        self.changed: dict[tuple[str, str], Any] = {}
         for name, module in list(self.module.named_modules()):
             if not plain and has_state(module):
                 self._count_calls(name, module)
             add_computed_slots(module, self.weights_table, plain=plain)
-        # Buffers of the member in the memory of the stacked ones, and names of buffers that the
-        # code replaces.
-        self.aliases: dict[str, Tensor] = {}
-        self.replaced: set[str] = set()
-        # Modules of the reference with their copies.
-        self.pairs: list[tuple[str, nn.Module, nn.Module]] = []
         copies = dict(self.module.named_modules())
-        for name, module in reference.named_modules():
+        for name, module in ensemble.reference.named_modules():
             if name in copies:
                 self.pairs.append((f"{name}." if name else "", module, copies[name]))
-        self.separate: list[tuple[str, str, str]] = []  # module, tensor, table
         for item in ensemble.spec.per_member:
             for key in item.tensors:
                 stack = ensemble.individual[f"{item.module}.{key}".lstrip(".")]
                 table = "_parameters" if isinstance(stack, nn.Parameter) else "_buffers"
                 self.add_separate(item.module, key, table)
-        differing = {site.layer for site in (*ensemble.spec.sites, *ensemble.spec.low_rank)}
-        differing |= {item.module for item in ensemble.spec.per_member}
-        for name in differing & set(copies):
-            module = copies[name]
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                # torch cannot take sparse gradients through the member's weight.
-                module.sparse = False
-        self.scales: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+        self._make_gradients_dense(ensemble.spec)
         for name in {site.layer for site in ensemble.spec.sites}:
             if not ensemble.layers[name].mergeable:
                 self._scale_by_hooks(ensemble.layers[name])
@@ -127,7 +132,14 @@ class MemberCopy:
                 vars(copied)["zero_grad"] = _refuse_erasing(ensemble, prefix)
         self.held_parameters = self._find_held_parameters()
         self.initial = Attributes(self.module)
-        self.changed: dict[tuple[str, str], Any] = {}  # attributes that the member's code has set
+
+    def _make_gradients_dense(self, spec: EnsembleSpec) -> None:
+        """Turn off sparse gradients, which torch cannot take through the weight of a member."""
+        differing = {site.layer for site in (*spec.sites, *spec.low_rank)}
+        differing |= {item.module for item in spec.per_member}
+        for name, module in self.module.named_modules():
+            if name in differing and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                module.sparse = False
 
     def _find_held_parameters(self) -> list[tuple[nn.Module, str, Any]]:
         """Return attributes that hold parameters of the reference, besides their layers."""
