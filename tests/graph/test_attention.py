@@ -9,6 +9,7 @@ from torch import nn
 
 import embens
 from embens import laws
+from embens.graph import members
 
 ROWS, TIMES, SOURCES, WIDTH, HEADS = 3, 4, 5, 8, 2
 
@@ -146,3 +147,24 @@ def test_sequences_without_a_batch_run_merged():
     x = torch.randn(TIMES, WIDTH)
     for a, output in enumerate(ensemble(x)):
         torch.testing.assert_close(output, ensemble.member(a)(x))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("ratio", [0.0, 1e9], ids=["weights", "activations"])
+def test_projections_of_one_value_are_those_of_the_members(monkeypatch, ratio, bias, count):
+    monkeypatch.setattr(members, "MERGING_RATIO", ratio)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 12, 0.0, bias=bias, batch_first=True).double()
+    normal = laws.Normal(1.0, 0.5)
+    ensemble = embens.embed(nn.Sequential(layer), 3, pre=normal, post=normal, sites="all")
+    x = torch.randn(ROWS, TIMES, WIDTH, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn(3, ROWS, TIMES, WIDTH, dtype=torch.float64)
+    outputs = ensemble(x, chunk=count)
+    assert ensemble.executor == "folded"
+    gradients = torch.autograd.grad(outputs, [x, *ensemble.parameters()], direction)
+
+    values = ensemble.sample_values()
+    alone = torch.cat(list(ensemble.merged.run_members((x,), {}, values)))
+    expected = torch.autograd.grad(alone, [x, *ensemble.parameters()], direction)
+    torch.testing.assert_close(outputs, alone)
+    torch.testing.assert_close(gradients, expected)

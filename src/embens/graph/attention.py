@@ -7,6 +7,7 @@ are written out here, option by option.
 import inspect
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embens.graph.domains import Domain, Unfoldable, Value
+from embens.graph.members import apply_weights, merges_weights, modulated_linear
 
 if TYPE_CHECKING:
     from embens.graph.folding import Rewriter
@@ -56,9 +58,14 @@ def write_attention(
         source = call[key]
         is_node = isinstance(source, torch.fx.Node)
         arguments.append(rewriter.argument(source, Domain.MEMBER) if is_node else source)
-    q, k, v = (
-        _write_projection(rewriter, x, module, name, index) for index, x in enumerate(arguments[:3])
-    )
+    sources = [call["query"], call["key"], call["value"]]
+    if sources[0] is sources[1] is sources[2] and _has_all_modulations(rewriter, module, parts[:3]):
+        q, k, v = _write_joint_projections(rewriter, arguments[0], module, name)
+    else:
+        q, k, v = (
+            _write_projection(rewriter, x, module, name, index)
+            for index, x in enumerate(arguments[:3])
+        )
     added = [_tensor(rewriter, module, name, key) for key in ("bias_k", "bias_v")]
     options = (
         module.num_heads,
@@ -108,6 +115,31 @@ def _check_attention(
             raise Unfoldable(f"the mask of the attention {name!r} depends on the batch")
 
 
+def _has_all_modulations(
+    rewriter: "Rewriter", module: nn.MultiheadAttention, projections: list[str]
+) -> bool:
+    """Return whether inputs and outputs of packed projections are modulated."""
+    keys = [(projection, kind) for projection in projections for kind in ("pre", "post")]
+    return module.in_proj_weight is not None and all(key in rewriter.sites for key in keys)
+
+
+def _write_joint_projections(
+    rewriter: "Rewriter", x: torch.fx.Node, module: nn.MultiheadAttention, name: str
+) -> list[torch.fx.Node]:
+    """Write the projections of one value to queries, keys and values."""
+    layers = [rewriter.layers[f"{name}.{part}".lstrip(".")] for part in PROJECTIONS[:3]]
+    rewriter.width = max(rewriter.width, module.embed_dim)
+    weight = _tensor(rewriter, module, name, "in_proj_weight")
+    bias = _tensor(rewriter, module, name, "in_proj_bias")
+    pre, post = (
+        [rewriter.value_node(rewriter.sites[layer.name, kind].key) for layer in layers]
+        for kind in ("pre", "post")
+    )
+    arguments = (x, weight, bias, pre, post, rewriter.count)
+    projected = rewriter.suffix.call_function(joint_projections, arguments)
+    return [rewriter.suffix.call_function(operator.getitem, (projected, i)) for i in range(3)]
+
+
 def _write_projection(
     rewriter: "Rewriter", x: torch.fx.Node, module: nn.MultiheadAttention, name: str, index: int
 ) -> torch.fx.Node:
@@ -142,6 +174,36 @@ def _tensor(rewriter: "Rewriter", module: nn.Module, name: str, tensor: str) -> 
 def pair(first: Any, second: Any) -> tuple[Any, Any]:
     """Return two values as a tuple."""
     return first, second
+
+
+def joint_projections(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pre: list[Tensor],
+    post: list[Tensor],
+    count: int,
+) -> Sequence[Tensor]:
+    """Return queries, keys and values of one value, by one product if weights are merged.
+
+    Args:
+        x: ``(member · batch, time, feature)``.
+        weight: Packed weight ``(3 · feature, feature)``.
+        bias: Packed bias or None.
+        pre: Values of the outputs of the three projections, each ``(member, feature)``.
+        post: Values of their inputs.
+        count: Number of members.
+    """
+    if merges_weights(x, weight, count):
+        scales = torch.stack(post, 2).unsqueeze(3) * torch.stack(pre, 1).unsqueeze(1)
+        weights = weight.t().contiguous() * scales.flatten(2).to(weight.dtype)
+        biases = None if bias is None else torch.cat(pre, 1) * bias
+        return apply_weights(x, weights, biases, count).chunk(3, -1)
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    outputs = []
+    for part, part_bias, outer, inner in zip(weight.chunk(3), biases, pre, post, strict=True):
+        outputs.append(modulated_linear(x, part, part_bias, outer, inner, 1, count, False))
+    return outputs
 
 
 def attend(

@@ -244,11 +244,9 @@ def modulated_linear(
         count: Number of members.
         is_shared: Whether ``x`` has one block of rows for all members.
     """
-    # A compiled graph should be right for any number of rows, so it does not compare sizes.
-    if not is_shared and pre is not None and not torch.compiler.is_compiling():
-        activations = x.numel() // x.shape[-1] * sum(weight.shape)
-        if activations > MERGING_RATIO * count * weight.numel():
-            return _linear_with_merged_weights(x, weight, bias, pre, post, repeat, count)
+    if not is_shared and pre is not None and merges_weights(x, weight, count):
+        weights = merged_weights(weight, pre, post, repeat)
+        return apply_weights(x, weights, None if bias is None else pre * bias, count)
     if post is not None:
         x = scale_members(x, post, count, 0, repeat, is_shared)
         is_shared = False
@@ -258,26 +256,40 @@ def modulated_linear(
     return scale_members(x, pre, count, 0, 1, is_shared)
 
 
-def _linear_with_merged_weights(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pre: Tensor,
-    post: Tensor | None,
-    repeat: int,
-    count: int,
-) -> Tensor:
-    """Apply a Linear layer with a weight for each member; see :func:`modulated_linear`."""
-    weights = merged_weights(weight, pre, post, repeat)
-    if bias is not None:
-        bias = pre.to(bias.dtype) * bias
+def merges_weights(x: Tensor, weight: Tensor, count: int) -> bool:
+    """Return whether the weights of the members are much smaller than the activations.
+
+    A compiled graph should be right for any number of rows, so it does not compare sizes.
+
+    Args:
+        x: ``(member · row, …, feature)``.
+        weight: Shared weight ``(output, input)``.
+        count: Number of members.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    activations = x.numel() // x.shape[-1] * sum(weight.shape)
+    return activations > MERGING_RATIO * count * weight.numel()
+
+
+def apply_weights(x: Tensor, weights: Tensor, biases: Tensor | None, count: int) -> Tensor:
+    """Apply a Linear layer with a weight for each member.
+
+    Args:
+        x: ``(member · row, …, input)``.
+        weights: ``(member, input, output)``.
+        biases: ``(member, output)`` or None.
+        count: Number of members.
+    """
+    if biases is not None:
+        biases = biases.to(weights.dtype)
     if count == 1:
-        return F.linear(x, weights[0].t(), None if bias is None else bias[0])
+        return F.linear(x, weights[0].t(), None if biases is None else biases[0])
     rows = x.reshape(count, -1, x.shape[-1])
-    if bias is None:
+    if biases is None:
         outputs = torch.bmm(rows, weights)
     else:
-        outputs = torch.baddbmm(bias.unsqueeze(1), rows, weights)
+        outputs = torch.baddbmm(biases.unsqueeze(1), rows, weights)
     return outputs.view(*x.shape[:-1], -1)
 
 
