@@ -77,6 +77,7 @@ def growth_of_best(selection: Selection, x: str = "members") -> Statistic:
     """Return the exponent of the best ``x`` in the width, as a mean over seeds.
 
     It is not defined if a wider network was measured up to a smaller ``x`` than a narrower one.
+    Seeds that lack the largest ``x`` do not count, because their best one may be larger.
     """
 
     def exponent(rows: Rows) -> float:
@@ -86,6 +87,8 @@ def growth_of_best(selection: Selection, x: str = "members") -> Statistic:
             raise MissingCellsError(f"as many {x} at every width")
         exponents = []
         for _, rows_of_seed in selected.by("seed"):
+            if rows_of_seed[x].max() < selected[x].max():
+                continue
             log_widths, log_best = [], []
             for width, rows_of_width in rows_of_seed.by("width"):
                 log_widths.append(math.log2(width))

@@ -113,6 +113,13 @@ def test_growth_of_the_best_needs_the_same_members_at_every_width():
         growth_of_best(lambda rows: rows)(Rows(incomplete))
 
 
+def test_seeds_without_the_largest_members_do_not_count_in_the_growth_of_the_best():
+    table = table_with_quadratic_growth_of_best()
+    incomplete = table[(table["seed"] == 0) | (table["members"] < 8)]
+
+    assert growth_of_best(lambda rows: rows)(Rows(incomplete)) == pytest.approx(2.0)
+
+
 def test_a_trend_is_the_slope_of_some_rows():
     table = pandas.DataFrame({"k": list("aab"), "members": [1, 2, 4], "y": [1.0, 2.0, 9.0]})
     assert slope(lambda rows: rows.where(k="a"), "y")(Rows(table)) == 1.0
