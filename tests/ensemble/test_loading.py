@@ -63,3 +63,11 @@ def test_low_rank_factors_of_other_shapes_are_refused(tmp_path):
     wider = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
     with pytest.raises(Refused, match=r"'0.right' has shape \(3, 2, 4\)"):
         embens.load(tmp_path / "e.safetensors", wider)
+
+
+@pytest.mark.parametrize("reference", [nn.Linear, None])
+def test_a_reference_that_is_no_module_raises(reference, tmp_path):
+    path = tmp_path / "ensemble.safetensors"
+    embens.batch_ensemble(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2).save(path)
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module.*got"):
+        embens.load(path, reference)

@@ -82,3 +82,8 @@ def test_a_subset_of_fresh_masks_has_fewer_members_and_none_twice():
     assert ensemble(torch.ones(5, 3)).shape == (2, 5, 2)
     with pytest.raises(ValueError, match="cannot occur twice"):
         ensemble.subset([0, 0])
+
+
+def test_a_single_index_raises():
+    with pytest.raises(TypeError, match="members must be a list of indices, got 1"):
+        embens.batch_ensemble(mlp(), 2).subset(1)

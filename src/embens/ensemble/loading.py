@@ -30,6 +30,7 @@ def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble
 
     Raises:
         embens.files.Refused: If the file is damaged, or if it belongs to another reference.
+        TypeError: If ``reference`` is no module.
 
     Example:
         >>> import tempfile
@@ -43,6 +44,11 @@ def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble
         >>> torch.equal(loaded(x), ensemble(x))
         True
     """
+    if not isinstance(reference, nn.Module):
+        raise TypeError(
+            "reference must be a torch.nn.Module of the architecture that was saved, got "
+            f"{reference!r}."
+        )
     path = Path(path)
     if path.is_dir():
         path = path / FILE

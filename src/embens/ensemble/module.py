@@ -470,6 +470,8 @@ class EmbeddedEnsemble(nn.Module):
         """
         from embens.ensemble.subsets import subset
 
+        if not isinstance(members, Iterable):
+            raise TypeError(f"members must be a list of indices, got {members!r}.")
         return subset(self, [self._index(a) for a in members])
 
     def collapse(self, example_input: Any = None) -> nn.Module:
