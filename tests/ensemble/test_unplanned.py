@@ -68,9 +68,3 @@ def test_the_reference_of_an_ensemble_is_refused():
     ensemble = embens.batch_ensemble(Net(), 2)
     with pytest.raises(ValueError, match=r"that of another ensemble.*'norm'.*ensemble\.member"):
         embens.batch_ensemble(ensemble.reference, 2)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_tracing_with_torch_jit_says_what_to_use():
-    with pytest.raises(TypeError, match=r"torch\.jit .*torch\.export"):
-        torch.jit.script(embens.batch_ensemble(Net(), 2))

@@ -86,8 +86,7 @@ class _StockTrainer:
         raise TypeError(
             "transformers.Trainer cannot train an ensemble. Use "
             "embens.training.huggingface.EnsembleTrainer, which has the same arguments, or "
-            "embens.fit. If torch.jit reads this attribute: it cannot compile an ensemble. Use "
-            "torch.export.export or torch.compile."
+            "embens.fit."
         )
 
 
