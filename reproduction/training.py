@@ -223,10 +223,7 @@ def outputs_of(ensemble: EmbeddedEnsemble, inputs: Tensor, draws: int | None = N
     Returns:
         Outputs ``(member, batch, class)``.
     """
-    with warnings.catch_warnings():
-        # Accuracies are recorded from the first epoch on, when running statistics still lag.
-        warnings.filterwarnings("ignore", ".* of its running statistics are older", UserWarning)
-        outputs = predict(ensemble, inputs, members=draws).members
+    outputs = predict(ensemble, inputs, members=draws).members
     is_finite = outputs.isfinite().all(-1, keepdim=True)
     return outputs.where(is_finite, 0.0)
 
