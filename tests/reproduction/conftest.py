@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.reproduction import problem
+
+FOLDER = Path(__file__).parent
+LAGGING = "ignore:.* of its running statistics are older"
+"""Experiments of one epoch are too short for BatchNorm."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings(LAGGING))
 
 
 @pytest.fixture(scope="session")
