@@ -70,7 +70,6 @@ def headline(fits: pd.DataFrame) -> str:
         board = boards(ranked)[0]
         leaders = leaderboard(board)
         covered = means.xs(OURS, level="contestant")["coverage"].dropna()
-        seconds = _wide(means["fit_seconds"])[[OURS, "catboost"]].dropna().sum()
         place = leaders.index.get_loc(OURS) + 1
         columns[f"≤ {rows:,} rows"] = {
             "tables with classes, with numbers": (
@@ -82,8 +81,7 @@ def headline(fits: pd.DataFrame) -> str:
             ),
         }
         if rows == TIMED_ROWS:
-            ratio = f"{seconds[OURS] / seconds['catboost']:.1f}"
-            columns[f"≤ {rows:,} rows"]["CPU time of all fits ÷ CatBoost's"] = ratio
+            columns[f"≤ {rows:,} rows"]["CPU time ÷ CatBoost's"] = times(means, "catboost")
     return markdown(pd.DataFrame(columns).rename_axis(""))
 
 
@@ -328,12 +326,22 @@ def _separate_bar(means: pd.DataFrame, ranked: pd.DataFrame):
     return "loss no worse than of separate networks, ≤ 1/5 of the parameters", result, _met(met)
 
 
-def _time_bar(means: pd.DataFrame, rival: str):
+def time_ratios(means: pd.DataFrame, rival: str) -> tuple[float, float]:
+    """Return our CPU time over that of a rival: of all fits, and the geometric mean of tables."""
     seconds = _wide(means["fit_seconds"])[[OURS, rival]].dropna()
-    total = seconds[OURS].sum() / seconds[rival].sum()
-    typical = np.exp(np.log(seconds[OURS] / seconds[rival]).mean())
-    result = f"{total:.1f} (all fits together), {typical:.1f} (geometric mean over tables)"
-    return f"CPU time of a fit ÷ {rival} ≤ 3", result, _met(total <= 3)
+    ratios = seconds[OURS] / seconds[rival]
+    return seconds[OURS].sum() / seconds[rival].sum(), np.exp(np.log(ratios).mean())
+
+
+def times(means: pd.DataFrame, rival: str) -> str:
+    """Return both ratios as text."""
+    total, typical = time_ratios(means, rival)
+    return f"{total:.1f} (all fits together), {typical:.1f} (geometric mean over tables)"
+
+
+def _time_bar(means: pd.DataFrame, rival: str):
+    met = max(time_ratios(means, rival)) <= 3  # one slow fit must not decide
+    return f"CPU time of a fit ÷ {rival} ≤ 3", times(means, rival), _met(met)
 
 
 # Form

@@ -44,9 +44,9 @@ def test_the_readme_quotes_the_published_fits(fits):
     assert intervals in text
     means = reports.average(fits[fits["rows"] == reports.TIMED_ROWS])
     seconds = means["fit_seconds"].unstack("contestant").groupby("table").first()
-    seconds = seconds[[reports.OURS, "catboost"]].dropna().sum()
-    ratio = seconds[reports.OURS] / seconds["catboost"]
-    assert f"{ratio:.1f} × CatBoost at 5,000 rows" in text
+    ratios = (seconds[reports.OURS] / seconds["catboost"]).dropna()
+    typical = np.exp(np.log(ratios).mean())
+    assert f"{typical:.1f} × CatBoost at 5,000 rows" in text
 
 
 def test_the_table_of_bars_is_that_of_the_published_fits(fits):
