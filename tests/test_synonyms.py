@@ -91,7 +91,8 @@ def test_predictions_objectives_and_groups_know_other_names():
 
 
 @pytest.mark.parametrize(
-    ("function", "hints"), [*FAMILIES.items(), *OTHERS.items()], ids=lambda value: str(value)[:40]
+    ("function", "hints"),
+    [pytest.param(*item, id=item[0].__name__) for item in (FAMILIES | OTHERS).items()],
 )
 def test_no_hint_names_an_argument_that_does_not_exist(function, hints):
     arguments = inspect.signature(function).parameters
