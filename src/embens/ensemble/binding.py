@@ -1,4 +1,4 @@
-"""Arguments of a call: those of the ensemble, and those of the reference."""
+"""Arguments of a call: bind, check and copy those of the reference."""
 
 import copy
 import inspect
@@ -20,7 +20,7 @@ _PASSED_ON = (nn.Module, FunctionType, MethodType, BuiltinFunctionType, type, to
 
 
 def bind_inputs(reference: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call for inputs as data sets hold them.
+    """Return the positional and keyword arguments for the inputs of a data set.
 
     Args:
         reference: The network that is called.
@@ -63,7 +63,7 @@ def separate_arguments(
         ``batch`` and ``chunk`` for the ensemble.
 
     Raises:
-        TypeError: If an integer ``chunk`` may be meant for either.
+        TypeError: If ``chunk`` is an integer and the reference has an argument ``chunk``.
     """
     names = inspect.signature(reference.forward).parameters
     if "batch" in names and not isinstance(batch, str):
@@ -103,10 +103,10 @@ def check_rows(inputs: tuple[Any, ...], batch: str, members: int) -> None:
 
 
 def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return arguments that a member may change without being seen by others or the caller.
+    """Return copies of arguments, so that a member's changes do not reach others or the caller.
 
-    A tensor that occurs twice is copied once. Objects other than containers are copied with the
-    tensors in their attributes; a cache that a network fills is such an object.
+    A tensor that occurs twice is copied once. Other objects, such as a cache that a network fills,
+    are copied with the tensors in their attributes.
 
     Args:
         args: Positional arguments.

@@ -1,7 +1,7 @@
 """Changes of parameters and buffers by the user's code.
 
-A buffer that a pass updates becomes a buffer of each member. Parameters that a pass changes, and
-tensors that it registers, removes or gives another shape, are errors that name the tensor.
+A shared buffer that a pass updates becomes per-member. A pass that changes a parameter raises an
+error, and so does one that registers, removes or reshapes a tensor.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,7 @@ class StateGuard:
     Args:
         copied: The copy that is about to run.
         compare: Whether to compare the values of parameters, which finds changes of
-            ``parameter.data``. Members run the same code, so this is done for one member of each
-            pass.
+            ``parameter.data``. Members run the same code, so one member of each pass suffices.
     """
 
     def __init__(self, copied: MemberCopy, *, compare: bool):
@@ -49,7 +48,8 @@ class StateGuard:
             parameters, buffers = dict(module._parameters), dict(module._buffers)
             self.modules.append((prefix, module, parameters, buffers))
             self.children.append(list(module._modules.values()))
-            is_compared = getattr(module, "max_norm", None) is None  # or it scales its rows
+            # An embedding with ``max_norm`` rescales the rows of its weight in the forward.
+            is_compared = getattr(module, "max_norm", None) is None
             for key, parameter in parameters.items():
                 if parameter is None:
                     continue
@@ -64,16 +64,17 @@ class StateGuard:
         self.sums = {name: _sums(parameter) for name, parameter in self.compared.items()}
 
     def _compared_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters whose values can be compared: not those of torch.func."""
+        """Return the parameters whose values can be compared; those of torch.func have none."""
         compared = {}
         for prefix, _, parameters, _ in self.modules:
             for key, parameter in parameters.items():
-                if self.marks.get(prefix + key, (0, 0))[1]:
+                _, address = self.marks.get(prefix + key, (0, 0))
+                if address:
                     compared[prefix + key] = parameter
         return compared
 
     def check(self) -> None:
-        """Raise if the pass changed parameters, or registered or removed something."""
+        """Raise if the pass changed parameters, or registered or removed tensors or modules."""
         for (prefix, module, parameters, buffers), children in zip(
             self.modules, self.children, strict=True
         ):
@@ -103,7 +104,7 @@ class StateGuard:
     def buffer_changes(self) -> list[BufferChange]:
         """Return the shared buffers that the pass changed."""
         changes = []
-        names: dict[int, str] = {}  # names of buffers that were changed in place
+        names: dict[int, str] = {}  # names of buffers that were changed in place, by ``id``
         for prefix, module, _, buffers in self.modules:
             for key, buffer in buffers.items():
                 saved = self.saved.get(prefix + key)
@@ -125,14 +126,15 @@ class StateGuard:
         return changes
 
     def store_buffers(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Keep buffers of the member that the code replaced instead of updating them in place.
+        """Store per-member buffers that the code replaced by new tensors in the stacked tensors.
 
         Args:
-            tensors: The member's tensors by name, in which replaced buffers are updated.
+            tensors: The member's tensors by name. Buffers that the code has replaced before are
+                overwritten.
 
         Returns:
             Buffers that were replaced for the first time, by name. Autograd may have saved their
-            old values, so these are not overwritten.
+            old values, so the caller stores them in new tensors.
         """
         first_time = {}
         for name, key, table in self.copied.separate:
@@ -217,7 +219,7 @@ def _check_gradient(name: str, parameter: Tensor, before: Tensor, version: int) 
 
 
 def mark_of(tensor: Tensor) -> tuple[int, int]:
-    """Return version and address of a tensor, which most changes alter.
+    """Return version and address of a tensor; most changes alter one of them.
 
     Args:
         tensor: Any tensor.
@@ -230,10 +232,10 @@ def mark_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Return sums along and across the rows of a tensor, which show a change of its values.
+    """Return sums over the rows and columns of a tensor, which show a change of its values.
 
-    They take much less memory than a copy. Weights that depend on the column show rows whose
-    entries change places. Tensors of one axis, and integers, are copied.
+    They take much less memory than a copy. A sum with weights that depend on the column detects
+    entries that change places. Tensors with one axis, and integers, are copied.
     """
     value = tensor.detach()
     if value.is_complex():

@@ -31,6 +31,8 @@ _ATOMIC = (*PLAIN, nn.Module, FunctionType, MethodType, type)
 """Values without contents, or whose contents are followed elsewhere."""
 
 _OWNED = (nn.Module, MethodType)
+"""Values that belong to one copy: its modules and their methods."""
+
 _RECURRENT_LISTS = ("_flat_weights", "_flat_weight_refs")
 """Attributes of recurrent layers that list their weights; the layers update them."""
 
@@ -47,8 +49,8 @@ class Attributes:
     def __init__(self, root: nn.Module):
         self.root = root
         self.values: dict[tuple[str, str], Any] = {}
-        self.pictures: dict[tuple[str, str], Any] = {}
-        for _ in self.changes():
+        self.snapshots: dict[tuple[str, str], Any] = {}
+        for _ in self.changes():  # notes the present values
             pass
 
     def changes(self) -> Iterator[tuple[str, str, Any]]:
@@ -70,10 +72,10 @@ class Attributes:
         is_same = self.values.get((name, key), _MISSING) is value
         if is_same and isinstance(value, _ATOMIC):
             return False
-        picture = snapshot(value, set())
-        is_same = is_same and self.pictures[name, key] == picture
+        contents = snapshot(value, set())
+        is_same = is_same and self.snapshots[name, key] == contents
         self.values[name, key] = value
-        self.pictures[name, key] = picture
+        self.snapshots[name, key] = contents
         return not is_same
 
 
@@ -82,19 +84,19 @@ class MemberCopy:
 
     Args:
         ensemble: The ensemble.
-        plain: Whether parametrized layers become plain ones, whose weight is a parameter.
-            Otherwise their parameters are those of the user's layer, and the weight is computed.
+        plain: Whether parametrized layers become plain ones with the weight as a parameter.
+            Otherwise they keep their parameters, and the computed weight is in a buffer slot.
 
     Attributes:
         module: The copy.
-        weights_table: Where parametrized layers have their computed weight, "_parameters" or
+        weights_table: Table of the computed weights of parametrized layers, "_parameters" or
             "_buffers".
-        pairs: Modules of the reference with their copies, after the prefix of their names.
-        separate: Module, name and table of the tensors that members have separately.
+        pairs: Prefix of the names in a module, the module of the reference, and its copy.
+        separate: Module, name and table of the per-member tensors.
         scales: Modulations of layers that are scaled by hooks.
         aliases: Buffers of the member in the memory of the stacked ones, by name.
-        replaced: Names of buffers that the code replaces.
-        calls: Number of calls of layers whose parametrization has state.
+        replaced: Names of buffers that the code replaces by new tensors.
+        calls: Number of calls in this pass of each layer whose parametrization has buffers.
         held_parameters: Attributes that hold parameters of the reference, besides their layers.
         initial: The attributes of the copy.
         changed: Attributes that the member's code has set.
@@ -134,7 +136,7 @@ class MemberCopy:
         self.initial = Attributes(self.module)
 
     def _make_gradients_dense(self, spec: EnsembleSpec) -> None:
-        """Turn off sparse gradients, which torch cannot take through the weight of a member."""
+        """Turn off sparse gradients, which cannot flow through a member's computed weight."""
         differing = {site.layer for site in (*spec.sites, *spec.low_rank)}
         differing |= {item.module for item in spec.per_member}
         for name, module in self.module.named_modules():
@@ -158,7 +160,7 @@ class MemberCopy:
         return held_parameters
 
     def add_separate(self, name: str, key: str, table: str) -> None:
-        """Replace a tensor of a module by that of the member.
+        """Let a tensor of a module be per-member; :meth:`bind` puts the member's into its slot.
 
         Args:
             name: Name of the module.
@@ -182,7 +184,7 @@ class MemberCopy:
             value: Its new value on the reference.
         """
         module = self.module.get_submodule(name)
-        # The placeholder of a tensor that members have separately is not an attribute.
+        # The reference has a placeholder attribute for a per-member tensor; the copy has a slot.
         if key in module._parameters or key in module._buffers:
             return
         if value is _MISSING:
@@ -190,7 +192,7 @@ class MemberCopy:
         else:
             vars(module)[key] = self._private(value)
         self.changed.pop((name, key), None)
-        for _ in self.initial.changes():
+        for _ in self.initial.changes():  # notes the new value, so that it is not the member's
             pass
 
     def _private(self, value: Any) -> Any:
@@ -209,7 +211,7 @@ class MemberCopy:
         """Return the attributes that the member's code has set, by module."""
         held_keys = {key for _, key, _ in self.held_parameters}
         for name, key, value in self.initial.changes():
-            # Containers of modules hold the modules of this copy.
+            # Modules, and containers of them, belong to this copy and are not passed on.
             is_attribute = key != "training" and value is not _MISSING
             is_attribute = is_attribute and key not in (*held_keys, *_RECURRENT_LISTS)
             if is_attribute and not any(isinstance(x, _OWNED) for x in tree_leaves(value)):
@@ -262,16 +264,16 @@ class MemberCopy:
         for _, module, copied in self.pairs:
             for key, tensor in copied._parameters.items():
                 if tensor is not None and not isinstance(tensor, nn.Parameter):
-                    tensor._is_param = True  # code may ask for an nn.Parameter
+                    tensor._is_param = True  # isinstance(tensor, nn.Parameter) is then true
                     if not torch.is_grad_enabled() and not is_transformed():
                         _require_gradients(tensor, module._parameters.get(key))
 
     def alias(self, name: str, buffer: Tensor) -> Tensor:
         """Return a buffer of the member for its code to update.
 
-        It has the memory of the stacked buffer, but a version of its own: autograd would take an
-        update by one member for a change of what other members have saved. A buffer that the code
-        replaces is a copy, as the value that autograd has saved must stay.
+        It shares the memory of the stacked buffer, but has a separate version counter. With a
+        common counter, an update by one member would invalidate what autograd saved for others. A
+        buffer that the code replaces is a copy, because autograd may have saved the old value.
 
         Args:
             name: Name of the buffer.
@@ -311,9 +313,10 @@ class MemberCopy:
             getattr(self.module.get_submodule(name), table).pop(key, None)
 
     def _count_calls(self, name: str, module: nn.Module) -> None:
-        """Refuse a layer that is called twice if its parametrization changes at each call.
+        """Let a layer raise if it is called twice in a training pass.
 
-        Members compute the weight once in a pass.
+        Its parametrization has buffers, which a plain network would update at each call. A member
+        computes the weight once in a pass.
         """
         self.calls[name] = 0
 
@@ -347,7 +350,7 @@ class MemberCopy:
 
 
 def _refuse_erasing(ensemble: "EmbeddedEnsemble", prefix: str) -> Callable[..., None]:
-    """Return a method ``zero_grad`` for a copy, whose weights are computed and have no gradients.
+    """Return a ``zero_grad`` for a module of a copy, which raises if gradients would be lost.
 
     Args:
         ensemble: The ensemble, whose parameters have the gradients.
@@ -368,7 +371,7 @@ def _refuse_erasing(ensemble: "EmbeddedEnsemble", prefix: str) -> Callable[..., 
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of torch.func is running, in which tensors have no flags."""
+    """Return whether a transform of torch.func is running; ``requires_grad_`` then fails."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -390,7 +393,7 @@ def _along_channels(values: Tensor, layer: Layer, x: Tensor) -> Tensor:
 
 
 def structure_of(reference: nn.Module) -> list[Any]:
-    """Return what has to stay as it is for copies to be valid: modules, hooks and parameters.
+    """Return the modules, hooks and parameter shapes of a network; copies are valid for these.
 
     Args:
         reference: The reference.

@@ -2,9 +2,8 @@
 
 torch.fx runs the user's code once, with symbols in the place of tensors. Python code can treat a
 symbol differently from a tensor in more ways than can be listed. So the first call of each folded
-form runs one member twice, folded (with another member, unless it draws random numbers) and as a
-plain network. If the outputs differ by more than rounding, the ensemble runs merged. A call that
-says nothing leaves the comparison to the next one.
+form runs one member twice, folded and as a plain network. If the outputs differ by more than
+rounding, the ensemble runs merged. If they are all zero or not finite, the next call is compared.
 """
 
 import threading
@@ -28,12 +27,14 @@ from embens.graph.snapshots import unchanged_random_state
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble, Folding
 
-LARGEST_TOLERANCE = 0.2
 ROUNDING = 30
 """Largest difference of outputs in units of the root of the machine precision.
 
-Rounding errors of a deep network are far smaller, and those of a wrong branch far larger.
+Rounding errors of a deep network are far smaller, and differences of a wrong branch far larger.
 """
+
+LARGEST_TOLERANCE = 0.2
+"""Largest difference of outputs relative to the largest output, for any precision."""
 
 MOST_DIFFERENT = 0.1
 """Largest fraction of different integers, such as indices, that rounding may cause."""
@@ -62,6 +63,7 @@ def check_folding(
             return
         per_member, _, precision = folding.modes
         if per_member:
+            # The inputs of the first member stand for those of any other.
             inputs = tree_map_only(Tensor, lambda x: x[0], inputs)
             arguments = [x[0] for x in arguments]
         try:
@@ -90,7 +92,7 @@ def check_folding(
 
 
 class _Undecided(Exception):
-    """The inputs of a call do not show whether a folded form is right.
+    """The outputs for the inputs of a call do not show whether a folded form is right.
 
     Args:
         reason: Why this call must run merged; empty if it may run folded.
@@ -113,9 +115,9 @@ def find_difference(
 ) -> str:
     """Return how a member differs between its folded form and a plain network.
 
-    It is the second of two members, whose rows must not meet. If the code draws random numbers, it
-    is folded alone, as two members would draw others. The ensemble, the inputs and the random
-    generators stay unchanged.
+    The second member is folded together with the first, which shows whether their rows mix. If the
+    code draws random numbers, the member is folded alone, as the numbers would differ for two
+    members. The ensemble, the inputs and the random generators stay unchanged.
 
     Args:
         ensemble: The ensemble.
@@ -130,7 +132,7 @@ def find_difference(
         A sentence; empty if the outputs agree.
 
     Raises:
-        _Undecided: If the outputs cannot be compared, or say nothing.
+        _Undecided: If the outputs cannot be compared, or all are empty, zero, infinite or NaN.
     """
     state = [getattr(module, name) for module, name in folded.tensors]
     tensors = (*state, *arguments)
@@ -183,7 +185,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _is_comparable(tensor: Tensor) -> bool:
-    """Return whether a tensor has values in this process; sharded tensors have only a part."""
+    """Return whether all values of a tensor are in this process; a sharded tensor has a part."""
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
 
 
@@ -250,7 +252,7 @@ def _run_folded(
     values: dict[str, Tensor],
     arguments: Sequence[Tensor],
 ) -> Any:
-    """Return the outputs of some members, members first, without a trace of the pass."""
+    """Return the outputs of some members, members first; a pass on copies, without a graph."""
     tensors = []
     for tensor in state:
         # Parameters may be large and do not change; buffers may.
@@ -300,7 +302,7 @@ def _compare(outputs: Any, expected: Any, precision: torch.dtype | None) -> str:
 
 
 def _is_informative(output: Tensor) -> bool:
-    """Return whether a difference of the code could be seen in an output."""
+    """Return whether an output has a value that a wrong folded form could change."""
     if output.is_floating_point() or output.is_complex():
         return bool((output.isfinite() & (output != 0)).any())
     return output.numel() > 0
@@ -309,7 +311,7 @@ def _is_informative(output: Tensor) -> bool:
 def _agree(output: Tensor, expected: Tensor, precision: torch.dtype | None) -> bool:
     """Return whether two tensors are equal up to rounding, relative to the largest value."""
     if not (output.is_floating_point() or output.is_complex()):
-        # Indices of nearly equal values may differ by rounding.
+        # Rounding may change integers, such as an argmax over nearly equal values.
         differences = int((output != expected).sum())
         return differences <= MOST_DIFFERENT * output.numel()
     epsilon = torch.finfo(output.dtype).eps

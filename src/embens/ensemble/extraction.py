@@ -59,14 +59,17 @@ def plain_network(
     *,
     share_parameters: bool = False,
 ) -> nn.Module:
-    """Return a copy of the reference with some tensors replaced; all tensors are cloned.
+    """Return a copy of the reference with some tensors replaced.
+
+    All tensors are cloned, except parameters with ``share_parameters``.
 
     Args:
         ensemble: The ensemble.
         tensors: Tensors to replace, by name.
         scales: Modulations of layers that are scaled by hooks.
         attributes: Attributes that the member's code has assigned, by module.
-        share_parameters: Whether parameters are not cloned, but share the memory of the given ones.
+        share_parameters: Whether parameters share the memory of the given ones instead of being
+            cloned.
 
     Returns:
         A network whose parametrized layers are plain ones.

@@ -4,7 +4,7 @@ Member :math:`a` is the reference with other tensors: modulated weights
 :math:`v_a u_a^\top \circ W`, low-rank or separate weights, and separate buffers
 (:mod:`embens.ensemble.weights`). The executor keeps a copy of the reference for each member. A copy
 has the user's classes and code and shares every tensor that does not differ. Before a pass the
-member's tensors are put into its parameter slots. So control flow, hooks, tied weights, code that
+executor puts the member's tensors into the copy. So control flow, hooks, tied weights, code that
 mixes samples, and state in attributes behave as in a separate network, and recomputation in the
 backward pass finds the member's weights.
 """
@@ -46,8 +46,8 @@ class MergedExecutor:
         # Attributes that the user's code has set, by member and module, for copies yet to be made.
         self.attributes: list[dict[str, dict[str, Any]]] = []
         self.reference_attributes: Attributes | None = None
-        self.is_noted = True  # whether attributes that the code has changed are noted
         self.changed_names: set[str] = set()  # attributes that the user's code has changed
+        self.is_noted = True  # whether ``changed_names`` includes the changes of the latest pass
         self.outside: OutsideState | None = None  # None: the code is that of torch
 
     def begin(self) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ class MergedExecutor:
 
     @constant_when_compiled
     def _prepare_copies(self) -> bool:
-        """Make the copies again if the reference has other modules or hooks; pass attributes on.
+        """Renew the copies if modules or hooks of the reference changed; update their attributes.
 
         The compiler cannot look into copying, so it calls this function instead.
         """
@@ -97,7 +97,7 @@ class MergedExecutor:
         """Set the attributes of copies yet to be made, by member and module.
 
         Args:
-            attributes: Of each member.
+            attributes: Attributes of each member, as :meth:`member_attributes` returns them.
         """
         self.attributes = attributes
         self.is_noted = False
@@ -219,7 +219,10 @@ class MergedExecutor:
             copied.sync_modes()
 
     def _replace_buffer(self, a: int, name: str, buffer: Tensor, values: dict[str, Tensor]) -> None:
-        """Give a buffer that the code of a member has replaced other memory."""
+        """Store a buffer that a member's code has replaced, in a new stacked tensor.
+
+        The old tensor stays as it is, because autograd may have saved it.
+        """
         with torch.inference_mode(False):
             stack = values[name].clone()
         stack[a] = buffer
@@ -229,7 +232,7 @@ class MergedExecutor:
             copied.replaced.add(name)
 
     def _separate_buffer(self, a: int, change: BufferChange, values: dict[str, Tensor]) -> None:
-        """Give every member a separate version of a buffer that the code of one has changed."""
+        """Make a shared buffer per-member after the code of one member has changed it."""
         stack = separate_buffer(self.ensemble, change.module, change.name, change.before)
         stack[a] = change.after
         full_name = f"{change.module}.{change.name}".lstrip(".")
@@ -239,14 +242,15 @@ class MergedExecutor:
             if change.is_replaced:
                 copied.replaced.add(full_name)
         if not change.is_replaced:
-            # The backward pass may run the code again (torch.utils.checkpoint).
+            # The backward pass may run the code again (torch.utils.checkpoint) and must then find
+            # the member's buffer.
             member = self.copies[a]
             slots = member.module.get_submodule(change.module)._buffers
             slots[change.name] = member.alias(full_name, stack[a])
 
 
 def refuse_hidden_tensors(outputs: Any) -> None:
-    """Raise TypeError if outputs hide their tensors.
+    """Raise TypeError if outputs hold tensors in objects that pytree cannot open.
 
     Args:
         outputs: Outputs of the reference.

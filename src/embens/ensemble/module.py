@@ -74,10 +74,10 @@ class MemberTensors(nn.Module):
 
 
 class _StockTrainer:
-    """Refuses the ``Trainer`` of transformers, which reads the attribute ``accepts_loss_kwargs``.
+    """Descriptor that raises when the ``Trainer`` of transformers reads ``accepts_loss_kwargs``.
 
-    It would train on one loss per member and mix up the member axis with that of the batch.
-    ``EnsembleTrainer`` sets the attribute on its ensemble.
+    That trainer would take the member axis for the batch axis. ``EnsembleTrainer`` sets the
+    attribute on its ensemble, so that the descriptor is not reached.
     """
 
     def __get__(self, ensemble: "EmbeddedEnsemble | None", owner: type) -> Any:
@@ -255,7 +255,8 @@ class EmbeddedEnsemble(nn.Module):
                 ``lr``, independent of gamma.
             gamma: A number (0: shared parameters do not move), a function of the number of
                 members, or None for the natural value.
-            optimizer: The class, or the function from groups to an optimizer, they are for.
+            optimizer: Optimizer class that the groups are for, or a function from groups to an
+                optimizer.
             modulation_weight_decay: Weight decay of modulations.
 
         Returns:
@@ -330,7 +331,7 @@ class EmbeddedEnsemble(nn.Module):
         return run_split(self, inputs, kwargs, chunk)
 
     def bind(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call for inputs as data sets hold them.
+        """Return the positional and keyword arguments for the inputs of a data set.
 
         Args:
             inputs: A tuple or list of positional arguments, a dictionary of keyword arguments, or
@@ -364,8 +365,8 @@ class EmbeddedEnsemble(nn.Module):
             target: Classes or values, ``(batch, …)``.
             criterion: A function of one member's outputs and the target; None: by the target.
             batch: How the ensemble was called.
-            of: "members": a loss for each member; "mean" and "moments": of the mean output, or of
-                the normal distribution with the moments of the mixture.
+            of: "members": one loss per member; "mean": the loss of the mean output; "moments": the
+                loss of a normal distribution with the mixture's mean and variance.
 
         Returns:
             A scalar.
@@ -393,8 +394,8 @@ class EmbeddedEnsemble(nn.Module):
         one chunk. Values that members share are computed and backpropagated once.
 
         Args:
-            *inputs_and_target: The reference's inputs, then the target. A tuple or dictionary in
-                the place of the inputs holds several of them, as for :func:`embens.fit`.
+            *inputs_and_target: The reference's inputs, then the target. Several inputs may also be
+                passed as one tuple or dictionary, as for :func:`embens.fit`.
             criterion: See :func:`embens.objective`.
             chunk: Number of members at a time.
             **kwargs: Keyword arguments of the reference.
@@ -421,8 +422,8 @@ class EmbeddedEnsemble(nn.Module):
     def member(self, a: int) -> nn.Module:
         """Return member ``a`` as a plain module with the same outputs.
 
-        Its layers are torch layers with the member's weights. Only a layer that computes its weight
-        itself keeps hooks that scale its input and output.
+        Its layers are torch layers with the member's weights. Modulations cannot be merged into a
+        layer that computes its weight in its forward; hooks scale its input and output instead.
 
         Args:
             a: Index of the member; negative indices count from the end.
@@ -603,7 +604,7 @@ class EmbeddedEnsemble(nn.Module):
             per_member: Whether positional tensors have the members as their first axis.
 
         Returns:
-            The outputs of all members, ``(member, batch, …)``.
+            Outputs of all members, ``(member, batch, …)``.
 
         Example:
             >>> from embens import batch_ensemble
@@ -621,7 +622,7 @@ class EmbeddedEnsemble(nn.Module):
     def _run_chunks(
         self, inputs: tuple, kwargs: dict, chunk: int | None, *, per_member: bool
     ) -> Iterator[Any]:
-        """Yield the outputs of one chunk of members after another, members first."""
+        """Yield the outputs of each chunk of members, members first."""
         folded, arguments = self.foldings.find(inputs, kwargs, per_member=per_member)
         values = self.sample_values()
         if folded is None:
@@ -629,6 +630,7 @@ class EmbeddedEnsemble(nn.Module):
             return
         folded_pass = FoldedPass(folded, arguments, values, self.members, per_member=per_member)
         if per_member:
+            # The chunk size depends on the size of one member's batch.
             arguments = [argument[0] for argument in arguments]
         yield from folded_pass.run_chunks(self.chunks(folded, arguments, chunk))
 
@@ -742,7 +744,7 @@ class EmbeddedEnsemble(nn.Module):
         self.layers = layers
 
     def release_tensor(self, module: str, name: str) -> None:
-        """Take a tensor that members have separately out of the reference.
+        """Remove a tensor from the reference, because every member has a separate one.
 
         A placeholder without memory stays, as code may test whether the attribute is None.
 
@@ -773,7 +775,7 @@ class EmbeddedEnsemble(nn.Module):
     # State
 
     def train(self, mode: bool = True) -> "EmbeddedEnsemble":
-        """Set the mode of all modules, also where the code of a member has set another one."""
+        """Set the mode of all modules, including those whose mode a member's code has changed."""
         super().train(mode)
         if self._merged is not None:
             self._merged.sync_modes()
@@ -785,7 +787,7 @@ class EmbeddedEnsemble(nn.Module):
         return super()._apply(fn, recurse)
 
     def _derive(self, flow: Flow | None = None) -> None:
-        """Forget everything that is derived from the reference, the spec and the values."""
+        """Start without folded forms and merged copies; the next call derives them again."""
         self.flow = flow
         self.foldings = Foldings(self)
         self._merged: MergedExecutor | None = None
@@ -869,7 +871,7 @@ class Foldings:
 
     Attributes:
         kept: Folded forms for different modes, arguments and attributes, the latest last.
-        reason: Why the latest call could not be folded, whatever the code does; "" if it could.
+        reason: Why the arguments of the latest call exclude folding; "" if they do not.
     """
 
     def __init__(self, ensemble: EmbeddedEnsemble):
@@ -941,7 +943,10 @@ class Foldings:
     def _index(
         self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
     ) -> int:
-        """Return the index of a folding. torch.compile cannot follow torch.fx, so it calls this."""
+        """Return the index of a folding in ``kept``.
+
+        torch.compile cannot follow torch.fx, so it takes the result as a constant.
+        """
         folding = self._find_or_make(ranks, constants, modes)
         return self.kept.index(folding)
 
@@ -954,20 +959,21 @@ class Foldings:
             if folding.fits(ranks, constants, modes, changed):
                 return folding
         folding = Folding(self.ensemble, ranks, constants, modes, changed)
-        self.kept = [*self.kept[1 - MOST_FOLDINGS :], folding]
+        latest = self.kept[-(MOST_FOLDINGS - 1) :]
+        self.kept = [*latest, folding]
         if folding.folded is None:
             _ = self.ensemble.merged  # torch.compile cannot build it
         return folding
 
     def _bind(self, inputs: tuple, kwargs: dict) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return tensor arguments and other arguments by name; None if they are not fixed."""
+        """Return tensor arguments and plain values by name; None if there are any others."""
         if self._argument_names is None:
             self._argument_names = _argument_names(self.ensemble.reference)
         names = self._argument_names
         if len(inputs) > len(names):
             return None
         if kwargs and not kwargs.keys().isdisjoint(names[: len(inputs)]):
-            return None  # an argument occurs twice, which the call of the reference refuses
+            return None  # an argument is passed twice; the merged call raises the usual error
         arguments = dict(zip(names, inputs, strict=False)) | kwargs
         tensors, constants = {}, {}
         for name, value in arguments.items():
@@ -998,7 +1004,8 @@ class Folding:
     Attributes:
         folded: The folded network; None: such calls run merged.
         reason: Why they run merged.
-        is_checked: Whether one member was compared with a plain network, or need not be.
+        is_checked: Whether one member was compared with a plain network, or no comparison is
+            needed.
     """
 
     def __init__(
@@ -1065,7 +1072,7 @@ class Folding:
 
 
 def _refuse_held_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
-    """Raise ValueError for attributes that hold a tensor which members have separately.
+    """Raise ValueError if an attribute of a module holds a tensor that becomes per-member.
 
     Args:
         reference: The network.
@@ -1084,7 +1091,7 @@ def _refuse_held_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
                 continue
             full_name = f"{name}.{key}".lstrip(".")
             for leaf in tree_leaves(value):
-                # A placeholder of a separate tensor is an attribute of its module.
+                # The module of a per-member tensor holds its placeholder under the same name.
                 if separate.get(id(leaf), full_name) != full_name:
                     raise ValueError(
                         f"the attribute {key!r} of {name or 'the reference'!r} holds the parameter "
@@ -1117,8 +1124,8 @@ def _weight_shapes(
 def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:
     """Ignore counters that BatchNorm adds to a state without a version.
 
-    Such a state is a plain dictionary, for example from a safetensors file. BatchNorm takes it for
-    one of an old torch and adds ``num_batches_tracked``, also where members have it separately.
+    Such a state is a plain dictionary, for example from a safetensors file. BatchNorm assumes that
+    it comes from an old torch and adds ``num_batches_tracked``, even if the counter is per-member.
 
     Args:
         ensemble: The ensemble whose state was loaded.
@@ -1139,10 +1146,10 @@ def _why_not_foldable(
     *,
     per_member: bool,
 ) -> str:
-    """Return why a call runs merged, whatever the code of the reference does; "" if it may fold.
+    """Return why the arguments or global hooks exclude folding; "" if they do not.
 
     Args:
-        call: Tensor arguments and other arguments by name; None if they are not fixed.
+        call: What :meth:`Foldings._bind` returned.
         kwargs: The keyword arguments among them.
         per_member: Whether positional tensors have the members as their first axis.
     """
@@ -1162,7 +1169,7 @@ def _why_not_foldable(
 
 
 def _argument_names(reference: nn.Module) -> list[str]:
-    """Return the names of the arguments of a forward; none if their number is open."""
+    """Return the argument names of a forward; none if it takes ``*args`` or ``**kwargs``."""
     parameters = inspect.signature(reference.forward).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return []
@@ -1194,7 +1201,7 @@ def _has_global_hooks() -> bool:
 
 
 def _is_plain_tensor(x: Tensor) -> bool:
-    """Return whether a tensor has no attributes of the user's and computes as others do."""
+    """Return whether a tensor has no attributes set by the user and no overridden operations."""
     if type(x) in (Tensor, nn.Parameter):
         return not vars(x)
     function = type(x).__torch_function__

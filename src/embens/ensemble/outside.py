@@ -16,7 +16,7 @@ from embens.graph.snapshots import MOST_OBJECTS, PLAIN, Same, SameTensor
 
 
 class OutsideState:
-    """Global variables, class attributes, closures and other objects that a forward may change.
+    """State that a forward may change: global variables, class attributes, closures, containers.
 
     Args:
         reference: The network.
@@ -34,7 +34,7 @@ class OutsideState:
         return marks
 
     def warn_about_changes(self, before: dict[tuple[int, Any], tuple[str, Any]]) -> None:
-        """Warn of values that have changed. New values are often entries of a cache, and are not.
+        """Warn of values that have changed; new values, often entries of a cache, are ignored.
 
         Args:
             before: What :meth:`marks` returned before the pass.
@@ -66,7 +66,7 @@ class OutsideState:
 
 
 def _mark(value: Any) -> Any:
-    """Return an object that differs from earlier ones if a variable or its tensor has changed."""
+    """Return a mark of a value, which is unequal to earlier marks if the value has changed."""
     if isinstance(value, Tensor):
         return SameTensor(value)
     if isinstance(value, PLAIN):

@@ -1,7 +1,7 @@
 """Layers that compute their weight from other parameters (``torch.nn.utils.parametrize``).
 
-Copies of the reference for the members have such layers in their original class, with a slot for
-the computed weight.
+In the members' copies of the reference, such a layer has its class from before parametrization. The
+weight is computed once and put into a slot of each copy.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ def has_state(module: nn.Module) -> bool:
         return False
     parametrizations: Any = module.parametrizations
     for part in parametrizations.modules():
-        # A buffer that members have separately is a plain attribute.
+        # The placeholder of a per-member buffer is a plain attribute.
         for value in (*part._buffers.values(), *vars(part).values()):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 return True
@@ -72,11 +72,12 @@ def copy_with_plain_classes(reference: nn.Module) -> nn.Module:
         return copy_module(reference)
     plain_modules: dict[int, nn.Module] = {}
     for module in parametrized:
+        # torch replaces the class of a parametrized module by a subclass.
         original_class: Any = type(module).__mro__[1]
         plain_module = object.__new__(original_class)
         nn.Module.__init__(plain_module)
         plain_modules[id(module)] = plain_module
-    # The network and the attributes are copied at once, so that both refer to the same modules.
+    # One call copies the network and the attributes, so that both refer to the same modules.
     holder: Any = nn.Module()
     holder.reference = reference
     holder.attributes = [vars(module) for module in parametrized]

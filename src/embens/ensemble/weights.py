@@ -81,7 +81,7 @@ def _add_low_rank(
     Args:
         tensors: Tensors of the member, changed in place.
         layer: The layer.
-        site: Whether the weights are multiplied or added to.
+        site: The low-rank site; its kind says whether weights are multiplied or added to.
         product: The matrix, with the columns of all weights side by side as in ``layer.matrix``.
     """
     first_column = 0
@@ -100,9 +100,10 @@ def _modulate_layer(
 ) -> None:
     """Modulate the weights and biases of a layer; ``tensors`` are changed in place."""
     for key in layer.weights:
-        input_values = None if key in layer.recurrent else post
+        # ``post`` scales the inputs of the layer, not the hidden state of a recurrent one.
+        input_scale = None if key in layer.recurrent else post
         tensor = tensors.get(layer, key)
-        weight = modulated_weight(layer, layer.part(tensor), pre, input_values)
+        weight = modulated_weight(layer, layer.part(tensor), pre, input_scale)
         tensors.set(layer, key, layer.with_part(tensor, weight))
     if pre is None:
         return
@@ -159,12 +160,12 @@ def modulated_weight(
     scale = _weight_scale(layer, pre, post)
     if scale is None:
         return weight
-    positions = weight.dim() - 2
-    return weight * scale.reshape(*scale.shape, *(1,) * positions)
+    kernel_axes = weight.dim() - 2
+    return weight * scale.reshape(*scale.shape, *(1,) * kernel_axes)
 
 
 def _weight_scale(layer: Layer, pre: Tensor | None, post: Tensor | None) -> Tensor | None:
-    """Return the factors of a weight over its first two axes, which may have size 1."""
+    """Return the factors for the first two axes of a weight; an axis without factors has size 1."""
     if pre is None and post is None:
         return None
     if layer.groups > 1:
