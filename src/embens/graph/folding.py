@@ -82,10 +82,11 @@ IMAGE_MODULES = frozenset(
 )
 
 THIN_CONVOLUTION = 64
-"""Largest number of products per output of a first convolution that every member repeats.
+"""A first convolution with at most this many products per output is repeated by every member.
 
 Sharing its result saves these products, but every member then reads and keeps the whole result to
-multiply it. For thin convolutions, as of three colours, the products take less time and memory.
+modulate it. For a thin convolution, such as one of three colours, repeating takes less time and
+memory.
 """
 
 
@@ -121,7 +122,7 @@ def fold(
 
 
 def _register_placeholders(root: nn.Module, spec: EnsembleSpec) -> None:
-    """Register the placeholders of per-member tensors, for code that goes through parameters."""
+    """Register the placeholders of per-member tensors, for code that iterates over parameters."""
     for item in spec.per_member:
         module = root.get_submodule(item.module)
         for name in item.tensors:
@@ -192,8 +193,8 @@ class ModuleState:
 
     Args:
         root: The network.
-        tensors: Whether parameters and buffers have to stay the same objects; otherwise only
-            whether they are None counts.
+        tensors: Whether parameters and buffers have to stay the same objects. Otherwise only the
+            shapes of parameters and the types of buffers are compared.
     """
 
     def __init__(self, root: nn.Module, *, tensors: bool = False):
@@ -205,7 +206,7 @@ class ModuleState:
     def _tables(self, attributes: dict[str, Any]) -> list[Any]:
         """Return types of attributes, children, tensors and hooks of a module.
 
-        They are compared at every call, so they are kept in a form that is fast to make.
+        They are compared at every call, so they have a form that is fast to build.
         """
         parameters, buffers = attributes["_parameters"], attributes["_buffers"]
         tables: list[Any] = [
@@ -243,7 +244,15 @@ def _is_equal(left: Any, right: Any) -> bool:
 
 
 class Rewriter:
-    """Analyses a traced graph node by node and writes the prefix and the suffix."""
+    """Analyses a traced graph node by node and writes the prefix and the suffix.
+
+    Args:
+        root: The traced copy of the reference.
+        layers: Its parameter layers.
+        spec: How members differ.
+        ranks: Number of axes of every tensor argument, by name.
+        per_member_inputs: Whether tensor arguments have a block of rows for every member already.
+    """
 
     def __init__(
         self,
@@ -261,24 +270,28 @@ class Rewriter:
         self.low_rank = {site.layer: site for site in spec.low_rank}
         self.per_member = {item.module: set(item.tensors) for item in spec.per_member}
         self.names = {id(module): name for name, module in root.named_modules()}
-        # Modules and names of each parameter and buffer; tied ones have several.
+        # Module and name of each parameter and buffer, by ``id``; tied ones have several.
         self.owners: dict[int, list[tuple[str, str]]] = {}
         for name, module in root.named_modules():
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 self.owners.setdefault(id(tensor), []).append((name, key))
+        # Domain and rank of the value of each traced node.
         self.facts: dict[torch.fx.Node, Value] = {}
         self.prefix, self.suffix = torch.fx.Graph(), torch.fx.Graph()
-        # Where a node of the traced graph is in the two new graphs.
+        # Nodes of the two new graphs by traced node.
         self.in_prefix: dict[torch.fx.Node, torch.fx.Node] = {}
         self.in_suffix: dict[torch.fx.Node, torch.fx.Node] = {}
-        # Inputs of the prefix by name; tensors of the reference are inputs of both graphs.
+        # Inputs of the prefix: arguments of the call by name.
         self.arguments: dict[str, torch.fx.Node] = {}
-        # Inputs of the suffix: shared values, tensors and values of the members.
-        self.border: dict[torch.fx.Node, torch.fx.Node] = {}
-        self.repeated: dict[torch.fx.Node, torch.fx.Node] = {}
+        # Inputs of both graphs: tensors of the reference by name.
         self.tensors: dict[str, tuple[torch.fx.Node, torch.fx.Node]] = {}
+        # Inputs of the suffix: shared values by traced node, and values of the members by name.
+        self.border: dict[torch.fx.Node, torch.fx.Node] = {}
         self.values: dict[str, torch.fx.Node] = {}
         self.count = self.suffix.placeholder("count")
+        # Shared values in the suffix, with their rows repeated for each member.
+        self.repeated: dict[torch.fx.Node, torch.fx.Node] = {}
+        # For the default chunk, see Folded.
         self.has_convolutions = False
         self.width = 1
 
@@ -330,6 +343,7 @@ class Rewriter:
         full_name = f"{module_name}.{name}".lstrip(".")
         tensor = getattr(module, name)
         if any(self._differs(*owner) for owner in self.owners[id(tensor)]):
+            # The type and the device of a modulated tensor are the same for all members.
             is_queried = all(u.target is getattr and u.args[1] in DTYPE_QUERIES for u in node.users)
             if not is_queried or name in self.per_member.get(module_name, ()):
                 raise Unfoldable(f"its code reads {full_name!r}, which differs between members")
@@ -427,11 +441,11 @@ class Rewriter:
         if node.op == "call_module":
             target = self.names[id(self.root.get_submodule(str(target)))]
         copied = graph.create_node(node.op, target, args, kwargs)
-        environment = self.in_suffix if is_member else self.in_prefix
-        environment[node] = copied
+        new_nodes = self.in_suffix if is_member else self.in_prefix
+        new_nodes[node] = copied
 
     def refuse_shared_change(self, node: torch.fx.Node, is_changing: bool) -> None:
-        """Refuse a random operation that changes in place what members share."""
+        """Refuse a random in-place operation on a value that members share."""
         target: Any = node.args[0]
         if is_changing and self.facts[target].domain is not Domain.MEMBER:
             raise Unfoldable("its code drops parts of a shared value in place")
@@ -474,6 +488,7 @@ class Rewriter:
         return uses_batch and value.domain is Domain.MEMBER
 
     def _finish(self, node: torch.fx.Node, written: torch.fx.Node, result: Value) -> None:
+        """Record the node that the suffix has for a traced node; its rows are those of members."""
         self.in_suffix[node] = written
         self.facts[node] = replace(result, domain=Domain.MEMBER)
 
@@ -503,7 +518,7 @@ class Rewriter:
             raise Unfoldable(f"{name!r} computes its weight")
         if pre is not None and self.is_plain(module) and (post or self._is_thin(module, is_shared)):
             written = self._write_modulated(node, module, layer, is_shared)
-            pre = None
+            pre = None  # already applied
         elif post is None and is_shared:
             # The layer is the same for all members and belongs to the prefix.
             self.emit(node, result)
@@ -598,7 +613,7 @@ class Rewriter:
     def _write_modulated(
         self, node: torch.fx.Node, module: nn.Module, layer: Layer, is_shared: bool
     ) -> torch.fx.Node:
-        """Write a Linear layer or a convolution with modulated outputs and, mostly, inputs."""
+        """Write a layer with modulated outputs and, unless a convolution is thin, inputs."""
         x = self.input_of(node.args[0], is_shared)
         weight, bias = self.weights_of(module, layer)
         if isinstance(module, nn.Linear):
@@ -691,7 +706,7 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
     else:
         is_known = kind in IMAGE_MODULES and rank >= (4 if kind.startswith("Pixel") else 3)
         if kind.startswith("InstanceNorm"):
-            # With an axis less the first axis is that of the channels.
+            # The first axis of an input with one axis less is that of the channels.
             is_batch = rank == int(kind[-2]) + 2
             is_known = is_batch and not getattr(module, "track_running_stats", False)
     if not is_known:
@@ -723,7 +738,7 @@ def _graph_module(
 
 
 def _is_kept(node: torch.fx.Node) -> bool:
-    """Return whether a node stays, also if nothing uses its result."""
+    """Return whether a node stays in the graph even if its result is not used."""
     if node.users or node.op in ("placeholder", "output", "call_module"):
         return True
     return is_in_place(operation_name(node.target))

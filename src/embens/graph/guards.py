@@ -44,10 +44,11 @@ _LIBRARIES = frozenset(
     "operator collections abc dataclasses enum copy contextlib warnings logging types string "
     "textwrap einops jaxtyping beartype numbers re random __future__".split()
 )
-"""Packages whose functions depend on their arguments only, or whose state is compared apart."""
+"""Packages whose functions depend only on their arguments, or on state watched elsewhere."""
 
 
 _BLIND_FUNCTIONS = frozenset("globals locals vars eval exec open input compile __import__".split())
+"""Builtins that read values which the code does not name."""
 
 
 _TYPE_QUERIES = (isinstance, callable, type, torch.is_tensor)
@@ -66,7 +67,7 @@ _SEED_QUERIES = frozenset("initial_seed get_rng_state".split())
 
 
 _ANY_NAME = frozenset("__dict__ __getattribute__ attrgetter getattr_static".split())
-"""Attributes with which code reads attributes whose names it makes while it runs."""
+"""Attributes and functions that read attributes by names computed at run time."""
 
 
 _UNCALLED = frozenset(
@@ -74,10 +75,11 @@ _UNCALLED = frozenset(
     "__setstate__ __del__ __init_subclass__ __class_getitem__ __dict__ __weakref__ __doc__ "
     "__module__ __annotations__ __slotnames__ __abstractmethods__ _abc_impl".split()
 )
-"""Entries of classes that are not used while an object computes."""
+"""Entries of classes that a forward does not call implicitly."""
 
 
 _METHODS_IN_C = (type(list.append), type(list.__add__), type([].__add__), type(torch.Tensor.shape))
+"""Types of methods and attributes that are implemented in C."""
 
 
 _FIXED = (
@@ -92,11 +94,11 @@ _MISSING = object()
 
 
 class Unwatchable(Exception):
-    """Code depends on something whose changes cannot be seen; the message says on what."""
+    """Code depends on something whose changes cannot be seen; the message names it."""
 
 
 def torch_state() -> tuple[Any, ...]:
-    """Return global settings of torch that code may look at."""
+    """Return global settings of torch that code may read."""
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return (
         torch.get_default_dtype(),
@@ -130,9 +132,10 @@ class Guard:
         self.strict = strict
         self.names = {"forward"}  # names that occur in the code, as variables or as attributes
         self.loaded: set[str] = set()  # those that the code reads, not only assigns
-        self.reads_any_name = False  # whether the code makes names while it runs
+        self.reads_any_name = False  # whether it reads attributes by names computed at run time
         self.compares_identity = False  # whether it compares objects with ``is``
         self.namespaces: dict[int, dict[str, Any]] = {}  # globals of the functions of the code
+        # A walk follows the names that are known, and finds more; repeat until nothing is new.
         while True:
             size = len(self.names), self.reads_any_name
             self._walk()
@@ -238,7 +241,7 @@ class Guard:
             self._visit_object(value)
 
     def _visit_builtin(self, function: BuiltinFunctionType) -> None:
-        """Visit the object of a method in C, or look at a builtin with another name."""
+        """Visit the object that a C method is bound to, or check a builtin function."""
         if self._is_foreign(function.__module__ or "builtins"):
             return
         if function.__self__ is builtins:
@@ -329,7 +332,7 @@ class Guard:
         for instruction in dis.get_instructions(code):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 self._note_attribute(instruction.argval)
-            if instruction.opname == "IS_OP":  # ``if x is None`` has another name
+            if instruction.opname == "IS_OP":  # ``if x is None`` has a different opcode
                 self.compares_identity = True
             if instruction.opname == "MATCH_CLASS":
                 self._refuse("its code matches the types of values")
@@ -366,7 +369,8 @@ class Guard:
     def _is_foreign(self, name: str) -> bool:
         """Return whether the code of a package is not watched.
 
-        Packages of Python may depend on time or files. Other installed packages are large.
+        Modules of the standard library may depend on time or files; a strict guard refuses them.
+        Other installed packages are large; only a strict guard watches them.
         """
         root = name.partition(".")[0]
         if root in _LIBRARIES or root == "__main__":
@@ -377,7 +381,7 @@ class Guard:
         return not self.strict and _is_installed(root)
 
     def _visit_package(self, package: ModuleType | None, attributes: Iterable[str]) -> None:
-        """Watch the variables of a Python module that code with some attributes may read."""
+        """Watch the variables of a Python module that have one of some names."""
         if package is builtins:
             self._refuse("its code uses the module 'builtins'")
         if package is None or package.__name__.partition(".")[0] in _LIBRARIES:
@@ -385,7 +389,7 @@ class Guard:
         if self._is_foreign(package.__name__):
             return
         attributes = tuple(attributes)
-        key = id(package) ^ hash(attributes)
+        key = id(package) ^ hash(attributes)  # a module is visited once for each set of names
         if key not in self.visited:
             self.visited[key] = package
             for name in attributes:
@@ -418,7 +422,7 @@ def _nested_codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Return whether a value is the object that it was, or an equal plain value."""
+    """Return whether a value is the same object as before, or an equal plain value."""
     if value is before:
         return True
     is_plain = isinstance(value, PLAIN) and type(value) is type(before)

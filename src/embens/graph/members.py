@@ -1,7 +1,7 @@
 """The folded network, one pass through it, and the functions that its suffix calls.
 
-Rows of the members are consecutive blocks of the first axis. If ``is_shared``, the input has one
-block that stands for all members.
+The rows of each member are a consecutive block of the first axis. If ``is_shared``, the input has a
+single block of rows, the same for all members.
 """
 
 import itertools
@@ -19,9 +19,10 @@ FOLDED_BYTES = {"cpu": 2**21, "cuda": 2**28}
 """Largest activation of a folded chunk, by device. On a CPU it should stay in the cache."""
 
 MERGING_RATIO = 2
-"""How much smaller than the activations the weights of a Linear layer have to be to be merged.
+"""Modulations are merged into weights that are smaller than activations by this factor.
 
-Products of activations with the weights of each member are slower than one large product.
+Otherwise activations are modulated: one product of all rows with the shared weight is faster than a
+product for each member.
 """
 
 
@@ -63,13 +64,13 @@ class Folded:
         if self.has_convolutions and device == "cpu":
             return 1  # large batches of images leave the cache
         positions = x.numel()
-        if x.is_floating_point() and x.dim() > 1:
+        if x.is_floating_point() and x.dim() > 1:  # indices and vectors have no channels
             channels = x.shape[1] if self.has_convolutions else x.shape[-1]
             positions //= max(1, channels)
-        size = positions * self.width * 4
-        most = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"]) // max(1, size)
-        most = max(1, min(members, most))
-        chunks = math.ceil(members / most)
+        activation_bytes = positions * self.width * 4
+        largest = FOLDED_BYTES.get(device, FOLDED_BYTES["cuda"]) // max(1, activation_bytes)
+        largest = max(1, min(members, largest))
+        chunks = math.ceil(members / largest)
         return math.ceil(members / chunks)  # chunks of nearly equal size
 
 
@@ -138,8 +139,8 @@ class FoldedPass:
 def split_members(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
     """Return the values of chunks of members.
 
-    The gradients of a split are joined once. That of each slice would fill a tensor of the size of
-    all members. Buffers are sliced, as the parts of a split must not change in place.
+    The backward pass of a split joins the gradients once. That of a slice would allocate a tensor
+    for all members. Buffers are sliced, as the parts of a split cannot be changed in place.
 
     Args:
         values: Values of all members, members first.
@@ -165,8 +166,8 @@ def whole_blocks(x: Tensor, count: int) -> Tensor:
     """Return a reshaped value; raise if a row holds elements of several members."""
     if x.shape[0] % count:
         raise RuntimeError(
-            f"the reference reshapes a batch to rows of {x[0].numel()} elements, which the number "
-            f"of elements is not divisible by."
+            f"the reference reshapes a batch to rows of {x[0].numel()} elements, but the number of "
+            "elements of one member is not divisible by it."
         )
     return x
 
@@ -259,7 +260,7 @@ def modulated_linear(
 def merges_weights(x: Tensor, weight: Tensor, count: int) -> bool:
     """Return whether the weights of the members are much smaller than the activations.
 
-    A compiled graph should be right for any number of rows, so it does not compare sizes.
+    A compiled graph has to be valid for any number of rows, so it does not compare sizes.
 
     Args:
         x: ``(member · row, …, feature)``.
@@ -296,8 +297,8 @@ def apply_weights(x: Tensor, weights: Tensor, biases: Tensor | None, count: int)
 def merged_weights(weight: Tensor, pre: Tensor, post: Tensor | None, repeat: int) -> Tensor:
     """Return the weights of the members of a Linear layer, ``(member, input, output)``.
 
-    This order is that of the gradient of a product of rows with weights, so the elementwise
-    operations of the backward pass find both of their arguments contiguous.
+    The gradient of a product of rows with weights has this order of axes. So both arguments of the
+    elementwise operations in the backward pass are contiguous.
     """
     scales = pre.to(weight.dtype).unsqueeze(1)
     if post is not None:
