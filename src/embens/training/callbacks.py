@@ -29,10 +29,10 @@ MOMENTS = ("on_start", "on_gradients", "on_step", "on_epoch", "on_end")
 class Callback:
     """Base class of callbacks; override the methods you need.
 
-    A callback that watches a run needs no more than these methods: it exists in the first process
-    only, and random values that it draws do not change the run. A callback that changes training
-    sets ``changes_training = True``: it then exists in every process, shares the run's random
-    generators, and its :meth:`settings` identify the run in checkpoints.
+    By default a callback only watches a run: it exists in the first process only, and random values
+    that it draws do not change the run. A callback that changes training sets
+    ``changes_training = True``. It then exists in every process and shares the run's random
+    generators, and a checkpoint is resumed only with the same :meth:`settings`.
 
     Example:
         >>> from torch import nn
@@ -234,7 +234,7 @@ class TimeLimit(Callback):
     With a :class:`Checkpoint` the next run continues where this one stopped.
 
     Args:
-        seconds: Of wall-clock time since the start of ``fit``, above 0.
+        seconds: Wall-clock time since the start of ``fit``, above 0.
 
     Example:
         >>> callbacks = [TimeLimit(3600)]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def clip_gradients_(ensemble: EmbeddedEnsemble, norm: float, *, gamma: Gamma = None) -> Tensor:
     r"""Clip the gradients of an ensemble in place, member by member.
 
-    Member :math:`a` sees a step on its network, with the gradient norm :math:`n_a`. The factor
-    that clips it to the norm :math:`C` is :math:`c_a`:
+    The gradient that moves the network of member :math:`a` has the norm :math:`n_a`. The factor
+    :math:`c_a` clips it to the norm :math:`C`:
 
     .. math::
         n_a^2 = \Big\| \frac{\gamma}{M} \sum_b \frac{\partial L_b}{\partial w} \Big\|^2

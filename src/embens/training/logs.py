@@ -25,7 +25,7 @@ class CSVLog(Callback):
 
     Raises:
         OSError: When the run starts, if no file can be written there.
-        ValueError: During the run, if the file is another table or no text.
+        ValueError: During the run, if the file holds another table or is not text.
 
     Example:
         >>> log = CSVLog("history.csv")

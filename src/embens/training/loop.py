@@ -93,9 +93,9 @@ def fit(
         scheduler: A function from the optimizer to a torch scheduler, which makes one step per
             epoch (``ReduceLROnPlateau``: by the metric). None: the paper's,
             :func:`embens.training.linear_decay`.
-        criterion: A function of the outputs of one member and the target; None: by the target, see
-            :func:`embens.objective`.
-        seed: Of the sample order and of all randomness in the network and the data set.
+        criterion: A function of the outputs of one member and the target; None: chosen for the
+            target, see :func:`embens.objective`.
+        seed: Seed of the sample order and of all randomness in the network and the data set.
         callbacks: Objects of subclasses of :class:`embens.training.Callback`, or functions of
             ``(ensemble, record)`` to be called after each epoch.
         progress: False: print nothing. Otherwise a terminal shows a bar, and other error streams

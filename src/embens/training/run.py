@@ -27,7 +27,7 @@ class Divergence(ArithmeticError):
     """A loss or a weight is not finite; the ensemble has the weights of the last good epoch.
 
     Attributes:
-        history: Of the epochs before.
+        history: History of the epochs before.
 
     Example:
         >>> from torch import nn
@@ -56,13 +56,13 @@ class Run:
         validation: The validation batches, or None.
         optimizer: The optimizer.
         scheduler: The learning-rate scheduler.
-        options: Set by callbacks.
-        callbacks: Of this process, in the order in which they are called.
-        arguments: Of ``fit``, as far as they determine the result.
+        options: Options that callbacks have set.
+        callbacks: Callbacks of this process, in the order in which they are called.
+        arguments: Arguments of ``fit`` that determine the result.
         gamma: The gamma passed to ``fit``.
         seed: The seed passed to ``fit``.
         world: Rank and number of processes.
-        device: Of the ensemble.
+        device: Device of the ensemble.
         passes: Forward and backward passes.
         shared: Shared parameters.
         individual: Individual parameters.
@@ -229,7 +229,7 @@ class Run:
         """Remember the current epoch if its metric is the best so far; ignore NaN.
 
         Args:
-            metric: Of the epoch that has just ended.
+            metric: Metric of the epoch that has just ended.
         """
         if math.isnan(metric):
             return
@@ -329,6 +329,7 @@ class Run:
             "best_epoch": self.best_epoch,
             "best_weights": self.best_weights,
             "good_weights": None if between_epochs else self.good_weights,
+            # A run that was stopped inside an epoch continues when it is loaded.
             "stopped": self.stopped if between_epochs else None,
             "tally": sums,
             "random": processes.get_states(),
@@ -371,10 +372,10 @@ class Run:
         self._load_callbacks(state["callbacks"])
 
     def _continue_schedule(self, epochs: int) -> None:
-        """Continue a run that had another number of epochs.
+        """Adapt a run that was saved with another number of epochs.
 
         Args:
-            epochs: Of the run that was saved.
+            epochs: Number of epochs of the run that was saved.
         """
         if epochs == self.epochs:
             return
