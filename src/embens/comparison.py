@@ -170,7 +170,7 @@ def _keep_weights(module: nn.Module) -> None:
 def _check_candidate(
     name: str, ensemble: EmbeddedEnsemble, data: dict[str, Any], criterion: Criterion | None
 ) -> None:
-    """Evaluate one batch of the validation and test data, so that no training is in vain."""
+    """Evaluate one batch of the validation and test data, to find errors before any training."""
     for part in ("validation", "test"):
         source = batches_of(data[part], 2, seed=None, name=part, **reading_options(ensemble))
         batch = next(iter(source.epoch(0)))
@@ -334,7 +334,7 @@ def _row_values(
     Args:
         outputs: Outputs of all members ``(member, row, …)``.
         target: Classes or values ``(row, …)``.
-        criterion: Of the training; None: the default.
+        criterion: Criterion of the training; None: the default.
         temperature: Divides the logits for ``calibrated_nll``.
     """
     outputs = outputs.double()

@@ -232,7 +232,7 @@ class Source:
             The sites.
         """
         selected, hidden = self.select(sites)
-        self._refuse_separate(pre, post, sites, separate_layers)
+        self._refuse_per_member_sites(pre, post, sites, separate_layers)
         trainable_sides = _flags_by_side(trainable)
         modulated_sites = []
         for side, law in zip(SIDES, (pre, post), strict=True):
@@ -255,12 +255,12 @@ class Source:
                     replace(site, trainable=is_trainable, fresh=fresh, hidden=is_hidden)
                 )
         if not modulated_sites and not separate_layers:
-            self._refuse_nothing(pre, post, sites)
+            self._refuse_no_sites(pre, post, sites)
         order = {name: index for index, name in enumerate(self.layers)}
         return tuple(sorted(modulated_sites, key=lambda site: (order[site.layer], site.kind)))
 
     def _make_site(self, name: str, side: Side, law: Law) -> Site:
-        """Return a site with one value per channel, also where a Linear follows a Flatten."""
+        """Return a site with one value per channel; after a Flatten it covers many features."""
         size = self.layers[name].channels(side)
         assert size is not None
         repeat = 1
@@ -287,14 +287,14 @@ class Source:
         names = select_layers(self, sites)
         return {site for site in every if site[0] in names}, hidden
 
-    def _refuse_separate(
+    def _refuse_per_member_sites(
         self,
         pre: Laws,
         post: Laws,
         sites: Sites,
         separate_layers: Collection[str],
     ) -> None:
-        """Raise if a site is requested inside a layer that every member has separately."""
+        """Raise if the user names a per-member layer among the sites."""
         named: list[Any] = [] if callable(sites) else as_list(sites)
         for law in (pre, post):
             if isinstance(law, Mapping):
@@ -306,7 +306,7 @@ class Source:
                     "sites, pre and post, or from own."
                 )
 
-    def _refuse_nothing(self, pre: Laws, post: Laws, sites: Sites) -> None:
+    def _refuse_no_sites(self, pre: Laws, post: Laws, sites: Sites) -> None:
         if pre is None and post is None:
             raise ValueError("no site is modulated: pre and post are both None.")
         raise ValueError(
@@ -333,6 +333,7 @@ class Source:
         for name, module in self.modules.items():
             used = name in self.flow.upstream
             if name in attentions:
+                # The data flow contains the projections of an attention, not its module.
                 used = f"{name}.out_proj".lstrip(".") in self.flow.upstream
             inside = any(name != a and is_within(name, [a]) for a in attentions)
             if (used and not inside) or isinstance(module, NORMS):
@@ -367,6 +368,7 @@ class Source:
         module = self.modules[name]
         has_children = any(True for _ in module.children())
         if has_children and name not in attentions:
+            # Other layers have children only if they are parametrized.
             raise ValueError(
                 f"own: {name!r} is parametrized, so members cannot have separate copies. Remove "
                 "the parametrization with torch.nn.utils.parametrize.remove_parametrizations."
@@ -446,10 +448,9 @@ class Source:
         separate_layers: Sequence[str],
         norm_affine: bool,
     ) -> tuple[PerMember, ...]:
-        """Return the running statistics, and perhaps scales, that differ between members.
+        """Return the per-member statistics, and with ``norm_affine`` scales, of norm layers.
 
-        A norm layer sees inputs of one member. Where inputs are the same for all members, one copy
-        of its statistics is right for all.
+        Members share the statistics of a norm layer whose inputs are the same for all of them.
         """
         items = []
         for name, module in self.modules.items():
@@ -479,7 +480,7 @@ class Source:
         low_rank: Sequence[LowRankSite],
         separate_layers: Sequence[str],
     ) -> None:
-        """Warn about layers of unknown kinds, and if members differ in few of the weights.
+        """Warn about layers of unknown kinds; otherwise warn if members share most weights.
 
         Args:
             sites: Modulated sites.
@@ -497,15 +498,15 @@ class Source:
             return
         differing = self._differing_weights(sites, low_rank, separate_layers)
         equal: dict[str, int] = {}
-        count = 0
+        differing_count = 0
         for name, parameter in self.reference.named_parameters():
             if parameter.dim() < 2:
                 continue
             if id(parameter) in differing:
-                count += parameter.numel()
+                differing_count += parameter.numel()
             else:
                 equal[name] = parameter.numel()
-        if sum(equal.values()) > count:
+        if sum(equal.values()) > differing_count:
             warn_about_shared_weights(equal, self.modules)
 
     def _differing_weights(
@@ -514,10 +515,11 @@ class Source:
         low_rank: Sequence[LowRankSite],
         separate_layers: Sequence[str],
     ) -> set[int]:
-        """Return the ``id`` of the parameters in which members differ, as far as sites allow it.
+        """Return the ``id`` of the parameters that count as differing between members.
 
-        Without ``pre`` the weights of first layers are the same by definition, without ``post``
-        those of last layers; they count as differing, because their outputs or inputs do.
+        Without ``pre`` no hidden site modulates the first layers, and without ``post`` none the
+        last layers. Their weights count as differing all the same, because the modulations of the
+        neighbouring layers act on their outputs or inputs.
         """
         layers: list[tuple[Layer, Collection[str]]] = []
         for site in sites:
@@ -540,7 +542,7 @@ class Source:
             module = self.modules[layer.module]
             for weight in set(layer.weights).difference(equal):
                 parameter = module._parameters.get(weight)
-                # A weight that is computed has the parameters that it is computed from.
+                # A computed weight stands for all parameters of its module.
                 parts = module.parameters() if parameter is None else [parameter]
                 parameters |= {id(part) for part in parts}
         for name in separate_layers:
@@ -698,7 +700,7 @@ def reinitialise_(
         network: The network that holds the modules, changed in place.
         names: Names of the modules.
         initialise: Reinitialises one module in place; None: its ``reset_parameters``.
-        seed: Of torch's global generators during the initialisation.
+        seed: Seed of torch's global generators during the initialisation.
     """
     devices = {p.device for p in network.parameters() if p.device.type == "cuda"}
     modules = [(n, m) for n, m in network.named_modules() if is_within(n, names)]
@@ -745,7 +747,7 @@ def check_module(reference: Any) -> None:
     """Raise if a reference cannot be embedded.
 
     Args:
-        reference: The argument of the user.
+        reference: The argument that the user passed.
     """
     if not isinstance(reference, nn.Module):
         hint = " Pass an instance, not the class." if isinstance(reference, type) else ""

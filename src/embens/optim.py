@@ -21,9 +21,10 @@ the pairwise cosine :math:`r`, a step of SGD changes a member's loss by
     -\eta \frac{\gamma}{M} \Big\langle g_a, \sum_b g_b \Big\rangle
     = -\eta \frac{\gamma}{\gamma^*} |g|^2, \qquad \gamma^* = \frac{M}{1 + (M-1) r} ,
 
-so :math:`\gamma/\gamma^*` is the pace relative to the natural one. Optimizers of the Adam kind get
-this pace as the factor of their rate. AdamW multiplies its decay by the rate, so the decay is
-:math:`\lambda\gamma^*/\gamma`; Adam adds it to the gradient, so it is :math:`\lambda M/\gamma`.
+so :math:`\gamma/\gamma^*` is the speed of training relative to that with :math:`\gamma^*`.
+Optimizers of the Adam kind get it as the factor of their rate. AdamW multiplies its decay by the
+rate, so the decay is :math:`\lambda\gamma^*/\gamma`; Adam adds it to the gradient, so it is
+:math:`\lambda M/\gamma`.
 """
 
 import functools
@@ -217,7 +218,7 @@ def natural_gamma(spec: "EnsembleSpec") -> float:
     equal members.
 
     Args:
-        spec: Of the ensemble; the coupling is the product of the overlaps of its laws.
+        spec: Spec of the ensemble; the coupling is its overlap.
 
     Returns:
         The gradient scale, gamma* of this module.
@@ -266,7 +267,7 @@ def gradient_factor(gamma: Gamma, members: int, natural: float) -> float:
 
 
 def kind_of_optimizer(optimizer: MakeOptimizer) -> OptimizerKind:
-    """Return the kind of an optimizer; that of classes other than torch's usual ones is measured.
+    """Return the kind of an optimizer; it is known for SGD, Adam and AdamW, otherwise measured.
 
     Args:
         optimizer: A class, or a function from parameter groups to an optimizer.
@@ -310,9 +311,10 @@ def shared_factors(spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer)
     """Return the factors of learning rate and weight decay of the shared parameters.
 
     Args:
-        spec: Of the ensemble.
+        spec: Spec of the ensemble.
         gamma: A number, a function of M, or None for the natural value.
-        optimizer: The class, or the function from groups to an optimizer, they are for.
+        optimizer: Optimizer class that the factors are for, or a function from groups to an
+            optimizer.
 
     Returns:
         The factors; both are 0 for ``gamma=0``.
@@ -330,7 +332,7 @@ def shared_factors(spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer)
     decay = 1 / factor
     if kind.decoupled:
         decay = 1 / rate
-    # With the natural gamma M both rates are the same.
+    # If the natural gamma is M, SGD and Adam have the same factors.
     return SharedFactors(rate, decay, fits_adam=kind.scale_free or natural == spec.members)
 
 
@@ -364,6 +366,7 @@ def parameter_groups(
     shared = [] if spec.frozen else list(ensemble.shared_parameters())
     groups = []
     if shared:
+        # ``full_lr`` is the rate without gamma, by which check_rates recognises that gamma is lost.
         group = _group(shared, lr * factors.rate, weight_decay * factors.decay, factors.rate)
         groups.append({**group, "full_lr": float(lr), "fits_adam": factors.fits_adam})
     if modulations:
@@ -418,8 +421,8 @@ def check_rates(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> Non
 
     Args:
         optimizer: Any optimizer; groups that :func:`parameter_groups` did not make are ignored.
-        args: Of its step, not used.
-        kwargs: Of its step, not used.
+        args: Positional arguments of the step; not used.
+        kwargs: Keyword arguments of the step; not used.
     """
     if torch.compiler.is_compiling():
         return
@@ -429,8 +432,8 @@ def check_rates(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> Non
             return  # reading it would wait for the device, which a CUDA graph forbids
         if "full_lr" in group:
             shared = group
-            # OneCycleLR keeps its max_lr in the groups. There a rate without gamma is visible even
-            # if there is no other group, whose rate could be compared.
+            # OneCycleLR keeps max_lr in each group. So a rate without gamma is found even if there
+            # is no second group to compare with.
             has_factor = group["planned_lr"] != group["full_lr"]
             if has_factor and group.get("max_lr") == group["full_lr"]:
                 raise _lost_gamma(group["full_lr"], group)

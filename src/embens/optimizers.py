@@ -54,7 +54,7 @@ def measure_kind(optimizer: MakeOptimizer) -> OptimizerKind:
 
 
 def _tenth_step(optimizer: MakeOptimizer, scale: float, decay: float = 0.0) -> Tensor:
-    """Return the tenth step on fixed gradients; some optimizers begin with other steps."""
+    """Return the tenth step on fixed gradients; the first steps of RAdam are of another kind."""
     start = torch.linspace(1.0, 2.0, 6).reshape(2, 3)
     parameter = nn.Parameter(start.clone())
     groups = [{"params": [parameter], "lr": 0.01, "weight_decay": decay}]

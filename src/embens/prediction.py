@@ -98,7 +98,7 @@ class Prediction:
 
     @property
     def epistemic(self) -> Tensor:
-        """Variance of the members' point predictions, divided by M."""
+        """Variance of the members' point predictions, with the divisor M instead of M - 1."""
         return self.means.var(0, correction=0)
 
     @property
@@ -158,8 +158,8 @@ class Prediction:
         """Means and standard deviations of the predictive mixture of normals, ``(component, …)``.
 
         With ``task="gaussian"`` there is one component per member. Point predictions are not
-        distributions; there the single component has the mean and the standard deviation of the
-        ensemble.
+        distributions, so they give a single component with the mean and standard deviation over
+        members.
         """
         self._refuse_logits()
         if self.task == "gaussian":
@@ -428,7 +428,7 @@ class Prediction:
         return outputs
 
     def _refuse_logits(self) -> None:
-        """Raise ValueError if outputs are logits of classes, which have no intervals."""
+        """Raise ValueError if outputs are class logits, for which intervals are not defined."""
         outputs = self._outputs("components", *get_args(Task))
         if self.task == "classification" and outputs.dim() > 2 and outputs.shape[-1] > 1:
             raise ValueError(
@@ -514,6 +514,6 @@ def collate_predictions(
     return Prediction(members, batch[0].task, outputs)
 
 
-# How torch learns to collate and to load another class.
+# DataLoader can then collate predictions, and torch.load accepts them with weights_only=True.
 default_collate_fn_map[Prediction] = collate_predictions
 torch.serialization.add_safe_globals([Prediction])

@@ -39,8 +39,8 @@ class Layer:
     """One parameter layer of a reference.
 
     Attributes:
-        name: The name of its sites. It is the name of the module, or, for the projections of an
-            ``nn.MultiheadAttention`` called ``attention``, ``attention.q_proj`` and so on.
+        name: The name of the layer and its sites. It is the name of the module; projections of an
+            ``nn.MultiheadAttention`` called ``attention`` are ``attention.q_proj`` and so on.
         module: The name of the module that holds the tensors.
         weights: Names of the weights in that module.
         biases: Names of the biases in that module.
@@ -49,10 +49,10 @@ class Layer:
         spatial: Number of axes that follow the channels in inputs and outputs.
         groups: Number of groups of a convolution.
         transposed: Whether weights have the axes ``(in, out, …)`` instead of ``(out, in, …)``.
-        rows: First and last row in packed weights of attention; None for whole tensors.
-        recurrent: Those of the weights that multiply the hidden state instead of the input.
-        mergeable: Whether scaling weights and biases scales inputs and outputs. False for layers
-            that compute their weight from the parameters; these are scaled by hooks.
+        rows: Start and end of its rows in the packed weights of attention; None for whole tensors.
+        recurrent: Names of the weights that multiply the hidden state instead of the input.
+        mergeable: Whether scaled weights and biases have the effect of scaled inputs and outputs.
+            False for layers that compute their weight in the forward; these are scaled by hooks.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How one class of layers holds its channels.
+    """The channels and the weight layout of one class of layers.
 
     Attributes:
         channels: Function of a layer that returns its input and output channels.
@@ -151,10 +151,11 @@ _KINDS: dict[type | str, LayerKind] = {
 """Kinds by class, or by the full name of a class of a library that need not be installed."""
 
 _STOCK_MODULES = ("torch.nn.modules.", "embens.networks", "transformers.pytorch_utils")
+"""Python modules whose layers are known to be linear in weight and bias."""
 
 
 def register_layer(kind: type | str, channels: Channels, *, weight: str = "") -> None:
-    """Make a class of layers known, so that its inputs and outputs become sites.
+    """Register a class of layers, so that its inputs and outputs become sites.
 
     Args:
         kind: A module class, or its full name ``"package.module.Class"``.
@@ -258,7 +259,7 @@ def _layer(name: str, module: nn.Module) -> Layer:
 
 
 def _is_mergeable(module: nn.Module, kind: LayerKind) -> bool:
-    """Return whether a layer with scaled weights has scaled inputs and outputs."""
+    """Return whether scaling weight and bias has the effect of scaling input and output."""
     # Reading the weight would evaluate a parametrization, which may have side effects.
     is_computed = parametrize.is_parametrized(module, "weight")
     if not kind.weight or (module._parameters.get("weight") is None and not is_computed):
@@ -268,6 +269,7 @@ def _is_mergeable(module: nn.Module, kind: LayerKind) -> bool:
     if not isinstance(module, (nn.Linear, _ConvNd, nn.Embedding)):
         return True  # registered with the order of its axes
     for method in ("forward", "_conv_forward"):
+        # A user's subclass may compute something that is not linear in the weight.
         owners = [cls for cls in type(module).__mro__ if method in vars(cls)]
         if owners and not owners[0].__module__.startswith(_STOCK_MODULES):
             return False
@@ -302,8 +304,9 @@ def _attention_layers(name: str, module: nn.MultiheadAttention) -> list[Layer]:
 def _recurrent_layers(name: str, module: nn.RNNBase) -> list[Layer]:
     """Return the levels and directions of an RNN, LSTM or GRU.
 
-    The output of such a layer are its gates before their activations, which ``pre`` multiplies with
-    both weights and both biases. ``post`` multiplies the input, not the hidden state.
+    The output of such a layer are its gates before their activation functions. ``pre`` multiplies
+    them, so it scales both weights and both biases. ``post`` multiplies the input, not the hidden
+    state.
     """
     suffixes = ["", "_reverse"] if module.bidirectional else [""]
     layers = []
@@ -354,7 +357,7 @@ class Site:
 
     @property
     def key(self) -> str:
-        """The name of its values."""
+        """The name of its values, such as "layer.pre"."""
         return f"{self.layer}.{self.kind}"
 
 
@@ -381,7 +384,7 @@ class PerMember:
 
     Attributes:
         module: Name of the module.
-        tensors: Names of its parameters and buffers that are separate.
+        tensors: Names of its per-member parameters and buffers.
         drawn: Whether parameters were initialised separately for each member.
     """
 
@@ -503,7 +506,7 @@ def _require(items: Mapping[str, Any], name: str) -> Any:
 
 
 def match(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that a name or wildcard stands for.
+    """Return the names that match a name or wildcard.
 
     Args:
         pattern: A name or a wildcard.
