@@ -32,11 +32,15 @@ CARD = """# {kind}
 
 - The held-out scores above are from rows that also stopped the training: they are slightly
   optimistic.
-- {coverage} The guarantee holds on average over rows from the same distribution as the fitted
-  ones, not for each row, and not after a distribution shift.
+- {coverage}
 - Epistemic uncertainty is the disagreement of the members. It can be small far from all training
   rows, because the members share most of their weights.
 """
+
+
+COVERAGE = """{method} contains the truth with the requested probability. This holds on average
+  over rows from the same distribution as the fitted ones, not for each row, and not after a
+  distribution shift. With several folds it holds only approximately."""
 
 
 class Display:
@@ -122,7 +126,7 @@ class Display:
         coverage = "predict_set and predict_interval need held-out rows, and this fit had none."
         if self.head_.scores is not None:
             method = "predict_set" if is_classifier(self) else "predict_interval"
-            coverage = f"{method} contains the truth with the requested probability."
+            coverage = COVERAGE.format(method=method)
         text = CARD.format(
             kind=type(self).__name__,
             facts="\n".join(
@@ -257,7 +261,7 @@ class Display:
             random_state: Seed of the permutations.
 
         Returns:
-            A frame with ``mean`` and ``std`` of the loss of score, indexed by column name.
+            A frame with ``mean`` and ``std`` of the decrease of the score, indexed by column name.
 
         Example:
             >>> from sklearn.datasets import load_iris
