@@ -1,8 +1,9 @@
 """Numeric columns: scale, bin edges and scores.
 
 A value that many rows share is an edge. The other edges are quantiles of the remaining rows. Each
-edge has a *score*, the normal quantile of the column there. scikit-learn's ``KBinsDiscretizer`` and
-``QuantileTransformer`` do the same without edges at ties, and the latter takes no sample weights.
+edge has a *score*: its rank in the column as a quantile of the standard normal distribution.
+scikit-learn's ``KBinsDiscretizer`` and ``QuantileTransformer`` do the same without edges at ties,
+and the latter takes no sample weights.
 """
 
 import math
@@ -58,7 +59,7 @@ def learn_numeric_columns(
     Args:
         table: The training rows.
         positions: The positions of the columns in the table.
-        arguments: Of the estimator.
+        arguments: Arguments of the estimator.
         weights: Sample weights ``(row,)``.
     """
     places = [(position, part) for position in positions for part in table.parts(position)]
@@ -84,7 +85,7 @@ def _learn_numeric_column(
     values, weights = values[present], weights[present]
     centre, scale = robust_scale(values, weights)
     scaled = ((values - centre) / scale).clip(-MAX_SCALED, MAX_SCALED)
-    scaled = scaled.astype("float32").astype("float64")  # as the network sees them
+    scaled = scaled.astype("float32").astype("float64")  # rounded as the inputs of the network
     edges = bin_edges(scaled, weights, bins)
     scores = edge_scores(scaled, weights, edges)
     return NumericColumn(

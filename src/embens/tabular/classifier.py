@@ -44,15 +44,16 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
             "auto" is 32 for tables with more than 256 numeric columns, fewer than four rows for
             each, and a target that few columns explain better than all; else all columns.
         lr: Maximal learning rate of AdamW; "auto" is 0.002, or 0.004 from 5,000 rows on.
-        weight_decay: Of the shared parameters; "auto" is 0.0003, or chosen with ``tune=True``.
-        batch_size: Rows of a step; "auto" is 64 to 1024 by the number of rows.
+        weight_decay: Weight decay of the shared parameters; "auto" is 0.0003, or chosen with
+            ``tune=True``.
+        batch_size: Number of rows in a training step; "auto" is 64 to 1024 by the number of rows.
         max_epochs: Maximal number of epochs; "auto" is 24 to 100, for about 1,800 steps.
         patience: Epochs without improvement on validation rows before training stops; "auto" is
             a quarter of the epochs, at least 8.
         validation_fraction: Fraction of rows to hold out with ``folds=1``; "auto" is a fifth, at
             most 10,000, and nothing for tables with fewer than 50 rows.
-        tune: Whether short runs choose what is "auto" of dropout and weight decay. The fit takes
-            two to three times as long.
+        tune: Whether short runs choose dropout and weight decay, where these are "auto". The fit
+            takes two to three times as long.
         time_limit: Seconds for the whole fit; None for no limit.
         refit: Whether to train again with the validation rows included.
         keep_members: Number of members to keep after training, for faster predictions: those that
@@ -190,7 +191,8 @@ class EmbeddedEnsembleClassifier(ClassifierMixin, TableEstimator):
 
         A set contains the class of a new row with probability at least ``coverage``, on average
         over rows that are exchangeable with the fitted ones, for any model. With several folds
-        this holds approximately, as the scores are those of groups of members. A set can be empty.
+        this holds only approximately, because each score comes from one group of members and not
+        from the whole ensemble. A set can be empty.
 
         Args:
             X: The rows.

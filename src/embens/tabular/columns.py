@@ -9,9 +9,10 @@ encoder (:class:`embens.tabular.perceptron.Encoder`) expands them batch by batch
 that first appear at prediction, share the category *rare*. Missing is a category.
 
 **Target statistics.** A column with many categories also has numeric inputs: the mean target of the
-row's category, shrunk towards the overall mean, and the frequency of the category. Training rows
-never see their target: they are assigned to folds, and a row uses the statistics of the other
-folds. (scikit-learn's ``TargetEncoder`` does the same without sample weights.)
+row's category, shrunk towards the overall mean, and the frequency of the category. The statistics
+of a training row never include its target: rows are assigned to folds, and a row uses the
+statistics of the other folds. (scikit-learn's ``TargetEncoder`` does the same without sample
+weights.)
 """
 
 import re
@@ -31,9 +32,9 @@ from embens.tabular.frames import DATE_PARTS, Table, choose_categorical
 from embens.tabular.selection import select_columns
 
 MANY_CATEGORIES = 32  # columns with more categories have target statistics
-FOLDS = 5
+FOLDS = 5  # for target statistics; the folds of cross-fitting are separate
 PRIOR_ROWS = 10.0  # weight of the overall mean in the mean target of a category
-MAX_STATISTICS = 10  # targets with more columns have no statistics
+MAX_STATISTICS = 10  # a target with more columns gives no target statistics
 MAX_NAMES = 20  # of columns in a remark
 MIN_TEXT_VALUES = 50  # distinct values from which a column can be free text
 MIN_PARSED_VALUES = 20  # distinct values from which text can be dates or numbers
@@ -114,8 +115,8 @@ class Preprocessing:
         Args:
             table: The table.
             dtype: Type of the numbers.
-            folds: ``(row,)``, which statistics a row uses: 0 for those of all rows, k for those
-                without fold k. None is 0 for all rows.
+            folds: ``(row,)``, the statistics that a row uses: 0 for those of all rows, k + 1 for
+                those without fold k. None is 0 for all rows.
 
         Returns:
             The numbers ``(row, width)`` and the codes ``(row, categorical column)``.
@@ -193,7 +194,7 @@ def learn_columns(
 
     Args:
         table: The training rows.
-        arguments: Of the estimator.
+        arguments: Arguments of the estimator.
         weights: Sample weights ``(row,)``.
         target: ``(row, number)``, for target statistics and the selection of columns.
         folds: The fold of each row, 0 to ``FOLDS - 1``, for target statistics.

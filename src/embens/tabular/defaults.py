@@ -72,8 +72,8 @@ class Arguments:
     n_jobs: int | None = None
     verbose: int = 0
     head_class: ClassVar[Any]  # set by the two estimators
-    # Arguments of only one estimator, with the values that the other one uses. Without a type
-    # they are no fields of this dataclass.
+    # Arguments that only one of the estimators has, with the value that the other one uses. They
+    # have no annotation, so they are not fields of this dataclass.
     class_weight = None
     loss = "likelihood"
     target_transform = "none"
@@ -99,7 +99,7 @@ HINTS = {
     "n_iter_no_change": "; did you mean 'patience'?",
     "cat_features": "; did you mean 'categorical_features'?",
 }
-"""What follows "the estimator has no argument 'name'", for names of other libraries."""
+"""Ends of the error "the estimator has no argument 'name'", for names of other libraries."""
 
 CHOICES = {
     "family": FAMILIES,
@@ -134,7 +134,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Values of the arguments that may be "auto", as they were chosen for a table."""
+    """Resolved values, chosen for one table, of the arguments that may be "auto"."""
 
     members: int
     p: float
@@ -239,7 +239,7 @@ def choose_folds(rows: int, arguments: Arguments) -> int:
 
     Args:
         rows: Number of rows.
-        arguments: Of the estimator.
+        arguments: Arguments of the estimator.
 
     Example:
         >>> choose_folds(1000, Arguments()), choose_folds(1000, Arguments(time_limit=10))
@@ -259,7 +259,7 @@ def choose_folds(rows: int, arguments: Arguments) -> int:
 
 
 def choose_sizes(rows: int, arguments: Arguments) -> Sizes:
-    """Return the arguments as given; choose those that are "auto" by the number of training rows.
+    """Return the given arguments, with every "auto" resolved by the number of training rows.
 
     Example:
         >>> sizes = choose_sizes(10_000, Arguments())

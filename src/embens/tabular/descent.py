@@ -28,9 +28,9 @@ from embens.tabular.perceptron import EncodedBatches, predict_rows
 from embens.tabular.preparation import Prepared
 from embens.training import Divergence, History
 
-ATTEMPTS = 4  # of a run that diverges, each with a quarter of the learning rate
+ATTEMPTS = 4  # if training diverges; each attempt has a quarter of the previous learning rate
 AVERAGED_EPOCHS = 2.0  # horizon of the running average of the weights
-FINAL_RATE = 0.02  # of the learning rate, at the end
+FINAL_RATE = 0.02  # learning rate at the end, as a fraction of the largest
 TEMPERATURE_ROWS = 256  # held-out rows that choose the temperature of an epoch
 
 
@@ -48,7 +48,7 @@ def train(
         ensemble: The ensemble.
         prepared: The rows and the head.
         sizes: Epochs, batch size, rates and patience.
-        deadline: When the run has to end, by the monotonic clock. There is at least one step.
+        deadline: When the run has to end, on the monotonic clock. At least one step is made.
         verbose: Whether to print a line after each epoch.
 
     Returns:

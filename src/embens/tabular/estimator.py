@@ -65,7 +65,7 @@ class TableEstimator(Display, Arguments, BaseEstimator):
     fitted_: pipeline.Fitted
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        # Before __init__, which the dataclass writes, would raise without a suggestion.
+        # The __init__ that the dataclass generates would raise without a suggestion.
         names = list(inspect.signature(cls.__init__).parameters)[1:]
         for name in options:
             if name not in names:
@@ -167,7 +167,8 @@ class TableEstimator(Display, Arguments, BaseEstimator):
 
         Args:
             X: The rows.
-            summarise: Returns tensors from the outputs ``(member, row, output)`` of a block.
+            summarise: Function of the head and the outputs ``(member, row, output)`` of a block
+                that returns tensors.
             dim: The axis of the rows in these tensors.
         """
         fitted = self._get_fitted()
@@ -187,8 +188,8 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         """Return the conformal scores of the calibration rows.
 
         Args:
-            coverage: Of the sets or intervals. With fewer than 100 rows a warning states how
-                reliable it is; None for no warning.
+            coverage: Coverage of the sets or intervals. With fewer than 100 rows a warning states
+                how reliable it is; None for no warning.
 
         Returns:
             The scores ``(row, target)``.

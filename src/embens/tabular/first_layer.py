@@ -83,13 +83,13 @@ class FirstLayer:
 
 
 class EncodedFirstLayer:
-    """The same for all encoders, by encoding the rows.
+    """The same hidden units as :class:`FirstLayer`, by encoding the rows; for all encoders.
 
     Args:
         encoder: The encoder of the table.
-        embeddings: What the reference of each group does before its first layer.
+        embeddings: Modules before the first layer of the reference, of each group.
         weights: Weights of the first layer of each group.
-        biases: Its biases.
+        biases: Biases of the first layer of each group.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class Table:
             name = self.names[position]
             self._views[position] = _read_views(self._column(position), name)
         views = self._views[position]
-        return views.get(part, views[""])  # a column without a date has no parts
+        return views.get(part, views[""])  # a column without dates in this table has no parts
 
     def matrix(self, places: Sequence[tuple[int, str]]) -> np.ndarray:
         """Return several columns as float64 ``(row, column)``.
@@ -112,7 +112,7 @@ class Table:
 
         Args:
             positions: The numeric columns.
-            dates: Those of them that had dates in fit. A column without a value is either.
+            dates: Those of them that had dates in fit. A column without values passes.
         """
         for position in positions:
             has_dates = self.kind(position) == "date"

@@ -27,12 +27,12 @@ from embens.mixtures import best_scale, crps, negative_log_likelihood
 from embens.tabular.defaults import Arguments
 from embens.tabular.targets import Head, read_target, split_targets
 
-MIN_LOG_VARIANCE = -10.0  # of a member, for a target of variance 1
+MIN_LOG_VARIANCE = -10.0  # bounds of a member's prediction, for a target of variance 1
 MAX_LOG_VARIANCE = 10.0
 KNOTS = 200  # of the quantile transform
 MIN_SKEWNESS = 2.0  # a target is transformed only if its skewness is larger
 PRIOR_ROWS = 30  # rows that regularise the factor of the standard deviations
-COMPONENT_WIDTH = 0.6  # of a split Gaussian, relative to it; components overlap without bumps
+COMPONENT_WIDTH = 0.6  # relative to the split Gaussian; wide enough for a sum without bumps
 
 
 def _split_gaussian(count: int) -> tuple[Tensor, float]:
@@ -62,8 +62,8 @@ class GaussianHead(Head):
         loss: "quantile", "likelihood", "squared" or "student".
         stopping: Metric of early stopping, "nll", "crps" or "rmse".
         transform: "none", "log" or "quantile".
-        knots: Of the transform: ``(2, knot, target)`` values and normal scores for "quantile",
-            ``(1, target)`` offsets for "log".
+        knots: Parameters of the transform: ``(2, knot, target)`` values and normal scores for
+            "quantile", ``(1, target)`` offsets for "log", None for "none".
         mean: Mean of each transformed target.
         std: Standard deviation of each transformed target.
         smallest: Smallest fitted value of each target; with the largest it gives the bounds.
@@ -224,8 +224,8 @@ class GaussianHead(Head):
     def within_bounds(self, values: Tensor) -> Tensor:
         """Return quantiles or ends of intervals as values that the target can have.
 
-        They are clipped, and rounded if the target is an integer. A value within the bounds that
-        was inside an interval is inside the changed interval.
+        They are clipped, and rounded if the target is an integer. An interval keeps all possible
+        values of the target that it contained before.
         """
         values = self.clip(values)
         return torch.where(torch.as_tensor(self.integer), values.round(), values)
@@ -346,7 +346,7 @@ class GaussianHead(Head):
         if self.stopping == "nll":
             losses = negative_log_likelihood(mean, std, target[:, :-1])
         else:
-            # Of the transformed target, whose mixture has an eighth of the components.
+            # The CRPS of the transformed target: its mixture has an eighth of the components.
             losses = self.std * crps(mean, std, target[:, :-1])
         return losses.sum(-1) @ weights / weights.sum()
 

@@ -77,7 +77,7 @@ def assign_folds(rows: int, folds: int, strata: np.ndarray | None, seed: int) ->
         rows: Number of rows.
         folds: Number of folds.
         strata: Classes ``(row,)``, or None.
-        seed: Of the assignment.
+        seed: Seed of the assignment.
 
     Returns:
         The fold of each row, ``(row,)``.

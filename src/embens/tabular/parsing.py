@@ -1,7 +1,7 @@
 """The parts of a saved estimator, read field by field.
 
-A file may be damaged or forged, also with a valid checksum: every field is checked for its type,
-its range and its agreement with the others before it is used.
+A file may be damaged or forged even if its checksum is valid. So the type and the range of every
+field, and its agreement with the other fields, are checked before it is used.
 """
 
 import typing
@@ -22,7 +22,7 @@ from embens.training import History
 T = TypeVar("T")
 
 MAX_WIDTH = 2**20
-LABEL_KINDS = "biufUO"  # of numpy: flags, integers, numbers, texts and objects
+LABEL_KINDS = "biufUO"  # numpy's kinds of booleans, integers, floats, strings and objects
 HEAD_CHOICES = {
     "loss": CHOICES["loss"],
     "stopping": ("nll", "crps", "rmse"),

@@ -300,7 +300,7 @@ def build_network(
     Args:
         encoder: The encoder of the table, which has the number of inputs.
         head: The head of the target, which has the number of outputs.
-        arguments: Of the estimator.
+        arguments: Arguments of the estimator.
         sizes: Width and dropout rate.
         generator: Source of the initial weights.
     """
@@ -356,11 +356,12 @@ def embed(
     sites = arguments.sites
     if sites == "auto":
         sites = head.default_sites
-    post = law
+    pre: Any = law
+    post: Any = law
     if sites == "first":
         # Modulate the output of the first layer only: then its product is shared by all members.
         names = [name for name, part in reference.named_modules() if isinstance(part, nn.Linear)]
-        law = {names[0]: law}
+        pre = {names[0]: law}
         post = None
         sites = "hidden"
     own = ()
@@ -369,7 +370,7 @@ def embed(
     return embens.embed(
         reference,
         members,
-        pre=law,
+        pre=pre,
         post=post,
         sites=sites,
         own=own,

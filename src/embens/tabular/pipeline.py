@@ -1,7 +1,8 @@
 """From encoded rows to a fitted ensemble: search, train, calibrate.
 
-A time limit is kept by measurement. A few rows show how long calibration and training take on this
-machine; then held-out rows are thinned, the search is left out, or training ends early.
+With a time limit, a few rows are first used to measure how long calibration and training take on
+this machine. If the time is too short, fewer rows are held out, the search is skipped, or training
+ends early.
 """
 
 import math
@@ -93,8 +94,8 @@ def fit(
     else:
         raise ValueError("folds cannot become 1 in a warm start. Use the folds of the first fit.")
     if deadline < math.inf:
-        prepared, deadline, is_long = plan_time(ensemble, prepared, sizes, deadline)
-        can_search = can_search and is_long
+        prepared, deadline, has_spare_time = plan_time(ensemble, prepared, sizes, deadline)
+        can_search = can_search and has_spare_time
     if can_search:
         prepared, sizes = search(prepared, sizes, deadline)
         ensemble = build_ensemble(prepared, sizes)
@@ -272,7 +273,8 @@ def halve(
     Args:
         candidates: Rows and hyperparameters; the first candidate is the default.
         score: The loss of a candidate after a short run.
-        deadline: Of the whole fit. A round takes at most ``SEARCH_SHARE`` of the remaining time.
+        deadline: Deadline of the whole fit. A round takes at most ``SEARCH_SHARE`` of the time
+            that remains.
     """
     epochs = max(4, candidates[0][1].epochs // 4)
     while len(candidates) > 1:

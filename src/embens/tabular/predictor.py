@@ -33,8 +33,10 @@ class MergedMembers:
 
     def __init__(self, groups: Sequence[EmbeddedEnsemble], encoder: Encoder):
         embeddings, weights, biases = [], [], []
-        self.scales = []  # of each group: modulations of the first outputs, (member, hidden unit)
-        self.layers = []  # of each group and member
+        # For each group: modulations of the outputs of the first layer, (member, hidden unit).
+        self.scales = []
+        # For each group and member: weights and biases of the layers after the first.
+        self.layers = []
         for ensemble in groups:
             reference: Any = ensemble.reference
             first = _first_layer(reference)
@@ -107,8 +109,8 @@ def can_merge(ensemble: EmbeddedEnsemble) -> bool:
     ]
     first, second = linear_layers[:2]
     sites = {(site.layer, site.kind) for site in spec.sites}
-    differs = (first, "pre") in sites or (second, "post") in sites
-    return differs and (first, "post") not in sites and not spec.separate
+    differ_after_first = (first, "pre") in sites or (second, "post") in sites
+    return differ_after_first and (first, "post") not in sites and not spec.separate
 
 
 Weights = tuple[list[tuple[int, int]], MergedMembers | None]

@@ -31,8 +31,8 @@ class Prepared:
     """Encoded rows and everything else that training needs.
 
     Attributes:
-        arguments: Of the estimator.
-        seed: Of the initial weights and of training.
+        arguments: Arguments of the estimator.
+        seed: Seed of the initial weights and of training.
         preprocessing: The encoding of the columns.
         encoder: The inputs of the network.
         head: The head of the target.
@@ -41,7 +41,8 @@ class Prepared:
         calibration: Held-out rows for conformal scores only; may be empty.
         remarks: What the user should know about the rows.
         strata: Classes of the training rows, by which folds are stratified, if any.
-        folds: Number of folds for cross-fitting; 1 is the split above.
+        folds: Number of folds for cross-fitting; 1 means the split into training, validation and
+            calibration rows.
     """
 
     arguments: Arguments
@@ -59,7 +60,7 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Sorted row numbers: to train on, to stop by, and to calibrate intervals and sets with."""
+    """Sorted row numbers for training, for early stopping, and for conformal calibration."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -77,7 +78,7 @@ def split_rows(
             ``MAX_HELD_OUT_ROWS``, and nothing for tiny tables.
         stride: Every ``stride``-th held-out row is reserved for conformal calibration.
         strata: Classes ``(row,)``; classes with several rows keep their proportion.
-        seed: Of the split.
+        seed: Seed of the split.
     """
     if fraction != "auto":
         held_out = round(fraction * rows)
@@ -125,7 +126,7 @@ def _learn_preprocessing(
     head: AnyHead,
     arguments: Arguments,
     train: np.ndarray,
-    folds: np.ndarray,
+    statistics_folds: np.ndarray,
 ) -> Preprocessing:
     """Learn bins and categories; a sample of the training rows is enough for a large table."""
     step = math.ceil(len(train) / defaults.MAX_LEARNING_ROWS)
@@ -135,7 +136,7 @@ def _learn_preprocessing(
         arguments,
         weights[sample],
         head.statistics_target(values[sample]),
-        torch.from_numpy(folds[::step]),
+        torch.from_numpy(statistics_folds[::step]),
     )
 
 
@@ -155,7 +156,7 @@ def prepare(
         table: The features.
         y: The target, ``(row,)`` or ``(row, target)``.
         weights: Sample weights ``(row,)``; rows of weight 0 are ignored.
-        arguments: Of the estimator.
+        arguments: Arguments of the estimator.
         random_state: Source of the seeds of training and of the split.
         previous: A previous fit, whose encoding is used again.
         classes: All classes, if ``y`` does not have all of them.
@@ -216,18 +217,18 @@ def _encode_rows(
     seed, split_seed = seeds
     fraction = arguments.validation_fraction
     strata = head.strata(values)
-    folds_of_members = count_folds(table, arguments, previous)
-    if folds_of_members > 1:
-        fraction = 0.0
+    folds = count_folds(table, arguments, previous)
+    if folds > 1:
+        fraction = 0.0  # cross-fitting holds out each fold in turn
     split = split_rows(table.rows, fraction, head.calibration_stride, strata, split_seed)
     train_strata = None
     if strata is not None:
         train_strata = strata[split.train]
-    folds = np.random.RandomState(split_seed).randint(FOLDS, size=len(split.train))
+    statistics_folds = np.random.RandomState(split_seed).randint(FOLDS, size=len(split.train))
     if previous is None:
         head = head.scaled(values[split.train], weights[split.train])
         preprocessing = _learn_preprocessing(
-            table, values, weights, head, arguments, split.train, folds
+            table, values, weights, head, arguments, split.train, statistics_folds
         )
         embedding = arguments.numerical_embedding
         encoder = Encoder(preprocessing, bins=embedding in ("piecewise", "both"))
@@ -239,7 +240,7 @@ def _encode_rows(
         preprocessing, encoder = previous.preprocessing, previous.encoder
     # Training rows use the target statistics without their fold, held-out rows those of all rows.
     row_folds = torch.zeros(table.rows, dtype=torch.int64)
-    row_folds[split.train] = torch.from_numpy(1 + folds)
+    row_folds[split.train] = torch.from_numpy(1 + statistics_folds)
     dtype = encoder.left.dtype
     numbers, codes = preprocessing.encode(table, dtype, row_folds)
     target = head.pack(values, weights / weights[split.train].mean(), dtype)
@@ -254,7 +255,7 @@ def _encode_rows(
         validation=rows[split.validation],
         calibration=rows[split.calibration],
         strata=train_strata,
-        folds=folds_of_members,
+        folds=folds,
     )
 
 

@@ -1,9 +1,9 @@
 r"""Heads: how a target is represented, trained, scored, calibrated and predicted.
 
-A head is the likelihood of an estimator. It converts the target to a tensor, is the training
-criterion of one member and the validation metric of the ensemble, and turns network outputs into
-predictions. This file has the contract and the head of classes. The regression head is in
-:mod:`embens.tabular.gaussians`.
+A head does everything that depends on the kind of target. It converts the target to a tensor,
+computes the training loss of each member and the validation metric of the ensemble, and turns
+network outputs into predictions. This file has the base class and the head of classes. The
+regression head is in :mod:`embens.tabular.gaussians`.
 
 Outputs are ``(member, row, output)``. Target tensors are ``(row, target + 1)``; their last column
 has the sample weights. The default metric is the negative log-likelihood of the *mixture* of the
@@ -136,7 +136,7 @@ def class_weight_factors(class_weight: Any, y: np.ndarray, weights: Tensor) -> T
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Head(ABC):
-    """Contract of the heads.
+    """Base class of the heads.
 
     Attributes:
         single: Whether the target is a vector, not a table.
@@ -169,7 +169,7 @@ class Head(ABC):
 
         Args:
             y: The target of all rows.
-            arguments: Of the estimator.
+            arguments: Arguments of the estimator.
             classes: All classes of a classifier, if ``y`` does not have all of them.
         """
 
@@ -400,8 +400,8 @@ def calibrate_head(
     Args:
         head: The head; its temperature and scores are not used.
         outputs: ``(member, row, output)``.
-        target: Of the same rows.
-        train_target: Of the training rows, for the constant prediction.
+        target: Targets of the same rows.
+        train_target: Targets of the training rows, for the constant prediction.
         can_calibrate: Whether to fit the temperature; the rows have to be held out.
 
     Returns:
