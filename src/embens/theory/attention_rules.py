@@ -73,7 +73,7 @@ def apply(node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any], axes: in
 def _apply_to_scores(
     node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any], axes: int
 ) -> Any:
-    """Apply a rule of scores: scaling, a mask, their softmax, or linear attention."""
+    """Apply a rule of scores: a factor, a mask, a softmax, or their product with values."""
     target: Any = node.target
     scores: Scores = args[0]
     second = args[1] if len(args) > 1 else None

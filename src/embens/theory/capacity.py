@@ -13,11 +13,12 @@ random part is modelled by :math:`n_m` normal features,
     \mathrm{Cov}(g^m_{aj}, g^m_{bj}) = T^m_{ab} .
 
 The number of features makes the variance of :math:`\hat T^m_{ab}` equal to the interference of
-layer :math:`m`. It is at most the number of weights, which inner layers reach. In a perceptron, the
-first layer's kernel is that of its inputs, which is not random, times one of gradients; only the
-latter has random features. Gradient flow on the
-squared loss is solved for a few draws of these features; the prior of the outputs is integrated in
-closed form.
+layer :math:`m`. It is at most the number of weights; inner layers reach this bound. The kernel of a
+perceptron's first layer is a product of the kernel of the inputs and a kernel of gradients. Only
+the gradients are random, so only their kernel has random features.
+
+Gradient flow on the squared loss is solved for a few draws of these features. The average over
+outputs at initialisation has a closed form.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from embens.theory.weight_law import weight_law
 _PERCEPTRON_INPUTS = 16
 _IMAGE_INPUTS = 4
 _MANY_FEATURES = 40
-"""Layers with this many features for each train output count as deterministic."""
+"""A layer with more features for each member and train input counts as not random."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,8 @@ def layer_blocks(ensemble: EmbeddedEnsemble, x: Tensor, *, count: int) -> dict[s
 def _first_factor(ensemble: EmbeddedEnsemble, name: str, x: Tensor) -> Tensor | None:
     """Return the factor of the first layer's kernel that depends on the inputs alone, or None.
 
-    The other factor is found by a division, so there is none for orthogonal inputs.
+    The other factor is the kernel divided by this one. So the result is None if an entry is zero,
+    as for orthogonal inputs.
     """
     inputs = Limit(ensemble, x).x1
     layer = ensemble.reference.get_submodule(name)
@@ -256,15 +258,15 @@ class _Problem:
     Attributes:
         kernels: The limit.
         blocks: Tangent kernels of layers.
-        y: Train targets, ``(n, k)``.
-        target: Test targets, ``(test, k)``.
+        train_targets: ``(n, k)``.
+        test_targets: ``(test, k)``.
         time: Duration of training.
     """
 
     kernels: Kernels
     blocks: dict[str, LayerBlock]
-    y: Tensor
-    target: Tensor
+    train_targets: Tensor
+    test_targets: Tensor
     time: float
 
     @classmethod
@@ -284,19 +286,19 @@ class _Problem:
         n = len(x_train)
         whole = kernels(ensemble, x)
         covariance = whole.nngp.same
-        y = check_targets(y_train, covariance[:n, :n]).reshape(n, -1)
-        target = check_targets(y_test, covariance[n:, n:]).reshape(len(x_test), -1)
+        train_targets = check_targets(y_train, covariance[:n, :n]).reshape(n, -1)
+        test_targets = check_targets(y_test, covariance[n:, n:]).reshape(len(x_test), -1)
         blocks = layer_blocks(ensemble, x, count=_few_inputs(x))
-        return cls(whole, blocks, y, target, time)
+        return cls(whole, blocks, train_targets, test_targets, time)
 
     def errors(
         self, members: int, gamma: Gamma, draws: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return bias and variance of the ensemble, and the error of separate networks."""
-        n = len(self.y)
+        n = len(self.train_targets)
         train = Kernels.of_blocks([block[:n, :n] for block in self.kernels.blocks])
         scale = resolve_gamma(train, members, gamma) / members
-        bias = variance = self.y.new_zeros(())
+        bias = variance = self.train_targets.new_zeros(())
         for _ in range(draws):
             train_kernel, test_kernel = self._draw(members, scale, generator)
             weights = self._responses(train_kernel, test_kernel)
@@ -316,7 +318,7 @@ class _Problem:
             The kernel of the train data ``(member, n, member, n)``, and that of the ensemble mean
             on test data with the train data ``(test, member, n)``.
         """
-        n = len(self.y)
+        n = len(self.train_targets)
         train_kernel, test_kernel = self._mean_blocks(self.kernels.ntk_individual, members)
         for block in self.blocks.values():
             if block.features > _MANY_FEATURES * members * n:
@@ -328,18 +330,18 @@ class _Problem:
         return train_kernel, test_kernel
 
     def _mean_blocks(self, kernel: MemberKernel, members: int) -> tuple[Tensor, Tensor]:
-        """Return a kernel without randomness, as :meth:`_draw` does."""
-        n = len(self.y)
+        """Return a kernel that is not random, in the two shapes of :meth:`_draw`."""
+        n = len(self.train_targets)
         train = MemberKernel(kernel.same[:n, :n], kernel.cross[:n, :n]).dense(members)
         mean, _ = kernel.modes(members)
         test_kernel = mean[n:, :n] / members
         return train.permute(0, 2, 1, 3), test_kernel[:, None].expand(-1, members, -1)
 
-    def _responses(self, train: Tensor, test_kernel: Tensor) -> Tensor:
+    def _responses(self, train_kernel: Tensor, test_kernel: Tensor) -> Tensor:
         """Return weights of the train residuals in the ensemble mean, ``(test, member, n)``."""
         test, members, n = test_kernel.shape
         size = members * n
-        values, vectors = torch.linalg.eigh(train.reshape(size, size))
+        values, vectors = torch.linalg.eigh(train_kernel.reshape(size, size))
         cutoff = 1e-10 * values[-1]
         safe = values.clamp(min=cutoff)
         gains = torch.where(values > cutoff, -torch.expm1(-safe * self.time / n) / safe, 0.0)
@@ -347,16 +349,17 @@ class _Problem:
         return weights.reshape(test, members, n)
 
     def _bias(self, weights: Tensor) -> Tensor:
-        mean = weights.sum(1) @ self.y
-        return (mean - self.target).square().mean()
+        mean = weights.sum(1) @ self.train_targets
+        return (mean - self.test_targets).square().mean()
 
     def _variance(self, weights: Tensor, members: int) -> Tensor:
         """Return the variance of the ensemble mean over outputs at initialisation."""
         nngp = self.kernels.nngp
         test = len(weights)
-        identity = torch.eye(test).to(weights) / members
-        identity = identity[:, None].expand(-1, members, -1)
-        readout = torch.cat([-weights, identity], 2)  # of outputs at initialisation
+        mean_weights = torch.eye(test).to(weights) / members
+        mean_weights = mean_weights[:, None].expand(-1, members, -1)
+        # The trained mean is linear in the initial outputs on train and test data.
+        readout = torch.cat([-weights, mean_weights], 2)
         independent = torch.einsum("tai,ij,taj->t", readout, nngp.same - nngp.cross, readout)
         total = readout.sum(1)
         shared = torch.einsum("ti,ij,tj->t", total, nngp.cross, total)

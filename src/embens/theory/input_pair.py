@@ -25,7 +25,7 @@ class InputPair(NamedTuple):
 
 
 def constant_part(value: Any) -> Any:
-    """Return a number that is the same for both sets of inputs; other values stay.
+    """Return a number instead of a pair of equal numbers; return other values unchanged.
 
     Args:
         value: Any value.

@@ -1,8 +1,9 @@
-r"""Interference: how far kernels between two members are from their limit at finite width.
+r"""Interference: the variance, at finite width, of the tangent kernel between two members.
 
-Every step of training, the other members move member :math:`a` by :math:`\Theta_{ab}`. In the limit
-this kernel is a number, zero for centred modulations. At finite width it is random. To leading
-order in 1/width its variance is a sum over hidden layers,
+A training step of member :math:`b` changes the outputs of member :math:`a` through the kernel
+:math:`\Theta_{ab}`. In the infinite-width limit this kernel is a number, zero for centred
+modulations. At finite width it is random. To leading order in 1/width its variance is a sum over
+hidden layers,
 
 .. math::
     \mathrm{Var}\, \Theta_{ab}(x, x') = \Big(\frac{\gamma}{M}\Big)^2

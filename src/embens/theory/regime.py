@@ -1,10 +1,10 @@
 r"""Regime: how strongly the members of an ensemble are coupled.
 
-Members that share weights are *independent* in the limit where two of them have nothing in common
-in their outputs and gradients, :math:`\Sigma_{ab} = \Theta^{com}_{ab} = 0`, and *collective*
-otherwise. The regime is a property of an ensemble, never of a law. The coupling :math:`r =
-\lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa})`, from 0 to 1, sets the
-gradient scale that suits the ensemble (:func:`~embens.theory.natural_gamma`).
+Members that share weights are *independent* if, in the infinite-width limit, outputs of two members
+are uncorrelated and their gradients are orthogonal, :math:`\Sigma_{ab} = \Theta^{com}_{ab} = 0`,
+and *collective* otherwise. The regime is a property of an ensemble, never of a law. The coupling
+:math:`r = \lambda_{\max}(\Theta^{com}_{ab}) / \lambda_{\max}(\Theta^{com}_{aa})`, from 0 to 1, sets
+the gradient scale that suits the ensemble (:func:`~embens.theory.natural_gamma`).
 """
 
 from __future__ import annotations
@@ -240,8 +240,8 @@ class Structure:
         layers: Parameter layers by name.
         last: Last layers that members share, with the law of u in their inputs (None: no u).
         uncentred: Names of last layers with inputs that are not centred.
-        biased: Last layers followed by a shared bias in the limit, with about its share of the
-            variance.
+        biased: Last layers with a shared bias in the limit, and the approximate share of the bias
+            in the variance of the outputs.
         mean: The moment that vanishes for centred inputs, as text.
     """
 
@@ -272,7 +272,7 @@ class Structure:
         self.mean = "E[u_a u_b]" if is_joint else "E[u]"
 
     def estimate(self) -> float:
-        """Estimate the coupling from the laws: the share of a signal that members have in common.
+        """Estimate the coupling from the laws, as the share of a signal common to all members.
 
         Returns:
             The estimate, from 0 to 1 unless members repel.

@@ -3,10 +3,10 @@ r"""Rules of attention, with one head or several, masked or not.
 Scores are :math:`c\, q_i^\top k_j` with :math:`d` features of each head.
 
 *Scale* :math:`c = 1/d` *of Hron et al. (2020).* As :math:`d` grows, scores stop being random: they
-are 0 for queries and keys of different layers, and :math:`\Sigma_{aa}(x, i; x, j)` if queries are
-the keys. So the weights of attention :math:`A`, the masked softmax of the scores or the scores
-themselves, depend on the input alone. They are the same for all members, and have no tangents.
-Attention is then a linear map of tokens, which acts on each kernel of the values as
+are 0 if queries and keys come from different layers, and :math:`\Sigma_{aa}(x, i; x, j)` if queries
+and keys are the same units. So the weights of attention :math:`A`, the masked softmax of the scores
+or the scores themselves, depend on the input alone. They are the same for all members, and have no
+tangents. Attention is then a linear map of tokens, which acts on each kernel of the values as
 
 .. math:: K(x, i; x', j) \to \sum_{s, t} A_{is}(x)\, K(x, s; x', t)\, A_{jt}(x') .
 
@@ -49,7 +49,7 @@ class Scores:
         width: Number of features of a head.
         tied: True if queries are the keys; otherwise they are independent.
         scale: Factor of the sums.
-        mask: Change of the scaled scores; None leaves them.
+        mask: Function that is applied to the scaled scores; None for none.
         depth: Number of recorded values so far.
     """
 
@@ -67,7 +67,7 @@ class Scores:
         return self.queries.parts[0].state
 
     def at(self, depth: int) -> Scores:
-        """Return the scores, numbered for the records that come next."""
+        """Return the scores with another depth: the number of their next record."""
         return replace(self, depth=depth)
 
     def scaled(self, factor: float) -> Scores:
@@ -81,7 +81,7 @@ class Scores:
         return replace(self, scale=self.scale * factor)
 
     def masked(self, mask: Mask) -> Scores:
-        """Return the scores with a further change of their scaled values."""
+        """Return the scores with a further mask, applied after those before."""
         before = self.mask
         if before is None:
             return replace(self, mask=mask)
@@ -95,7 +95,7 @@ class Weights:
     Attributes:
         first: Weights of ``x1``, ``(n1, head, token, token)``; one head stands for equal heads.
         second: Weights of ``x2``, ``(n2, head, token, token)``.
-        paired: True in the pass of every input with itself.
+        paired: True in the first pass, where every input is paired with itself.
         heads: Number of heads; 0 for values without an axis of heads.
         depth: Number of recorded values so far.
     """
@@ -147,7 +147,7 @@ def score(queries: Stream, keys: Stream) -> Scores:
 
 
 def _are_equal_units(queries: Stream, keys: Stream) -> bool:
-    """Return True if two streams are one, maybe with axes in another order."""
+    """Return True if two streams are the same units, apart from the order of axes."""
     if len(queries.parts) != 1 or len(keys.parts) != 1:
         return False
     query, key = queries.parts[0].state, keys.parts[0].state
@@ -155,7 +155,7 @@ def _are_equal_units(queries: Stream, keys: Stream) -> bool:
 
 
 def normalise_scores(scores: Scores) -> Weights:
-    """Return the softmax of scores over keys; weights are recorded, then read.
+    """Return the softmax of scores over keys.
 
     Args:
         scores: Scores, scaled by 1/width.
@@ -241,7 +241,11 @@ def _sum_over_tokens(state: State) -> State:
 
 
 def _record(scores: Scores, function: Mask) -> Weights:
-    """Return a function of the scores; its values are recorded, then read."""
+    """Return a function of the scores as weights.
+
+    The first pass, of every input with itself, computes and records them. The second one, over
+    pairs of inputs, reads them.
+    """
     if abs(scores.scale * scores.width - 1) > 1e-6:
         raise TypeError(
             f"the scores of attention are multiplied by {scores.scale:.6g}; the limit is known "
@@ -312,7 +316,7 @@ def fill_mask(where: Tensor | InputPair, value: float, scores: Scores) -> Mask:
 def _aligned(mask: Tensor | InputPair, state: State) -> Tensor:
     """Return a mask with the axes ``(n, head, token, token)``; raise if it does not fit.
 
-    Masks act in the pass that records weights, where both sets of inputs are equal.
+    Masks act in the first pass, which records weights and has one set of inputs.
     """
     inputs = 1
     values = mask

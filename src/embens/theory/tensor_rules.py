@@ -80,7 +80,7 @@ _MODULES: dict[Any, type[nn.Module]] = {
     F.adaptive_avg_pool1d: nn.AdaptiveAvgPool1d,
     F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
 }
-"""Functions and methods of tensors, and the modules whose rules they have."""
+"""Functions and methods of tensors, with the modules whose rules apply to them."""
 
 
 class Operations:
@@ -263,7 +263,7 @@ class Operations:
         return averaged.map(lambda state: scale_kernels(state, count**2))
 
     def _query(self, node: torch.fx.Node, stream: Stream, args: list[Any]) -> Any:
-        """Return a shape; sizes of the batch are those of the example and never matter."""
+        """Return a shape. Its batch size is that of the example, which no rule uses."""
         shape = self.shapes[node.all_input_nodes[0]]
         if node.target == "dim" or args[1:] == ["ndim"]:
             return len(shape)

@@ -1,8 +1,13 @@
-"""A walk over the traced graph of a network: the limit of forwards that are custom code.
+"""A walk over the traced graph of a network: the limit of networks with a custom forward.
 
 torch.fx traces the forward; every module with a rule of :func:`embens.theory.propagate` stays one
-node. Values that depend on the inputs alone are computed for both sets of inputs. Values after a
-layer are :class:`~embens.theory.streams.Stream`.
+node. A value that does not depend on any layer is computed for both sets of inputs
+(:class:`~embens.theory.input_pair.InputPair`). A value after a layer is a
+:class:`~embens.theory.streams.Stream`, which holds kernels.
+
+A graph is run twice. The first pass appends a record of each activation to a list; the second pass
+reads them in the same order (:mod:`embens.theory.moments`). The *depth* of a value is the number of
+records before it.
 """
 
 from __future__ import annotations
@@ -27,11 +32,11 @@ from embens.theory.streams import Part, Stream, average_parts
 from embens.theory.tensor_rules import Operations
 
 ALL_PAIRS = 10**9
-"""Number of poolings to come that keeps all pairs of pixels."""
+"""Value of ``State.poolings`` that is never used up, so that all pairs of pixels are kept."""
 
 
 class _RuleTracer(torch.fx.Tracer):
-    """Traces into modules without a rule; modules of torch stay nodes."""
+    """Trace into modules without a rule; modules with a rule and modules of torch stay nodes."""
 
     record_stack_traces = True
 
@@ -166,7 +171,7 @@ class Walk:
         raise AssertionError("a graph ends in an output")
 
     def _value(self, node: torch.fx.Node, args: Any, kwargs: Any, start: State, depth: int) -> Any:
-        """Return the value of a node of the graph."""
+        """Return the value of a node of the graph, given the values of its arguments."""
         require_no_parameters(node, self.network)
         args = _renumbered(args, depth)
         kwargs = _renumbered(kwargs, depth)
@@ -218,9 +223,9 @@ class Walk:
         return shape[-1] if state.features_last else shape[1]
 
     def _compute(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
-        """Compute a value that depends on the inputs alone, for both sets."""
+        """Compute a value that depends on the inputs alone, for both sets of inputs."""
 
-        def of(index: int) -> Any:
+        def compute_for(index: int) -> Any:
             def choose(value: Any) -> Any:
                 return value[index] if isinstance(value, InputPair) else value
 
@@ -234,12 +239,12 @@ class Walk:
             return node.target(*chosen_args, **chosen_kwargs)
 
         if any(isinstance(value, InputPair) for value in _flat([*args, *kwargs.values()])):
-            return InputPair(of(0), of(1))
-        return of(0)
+            return InputPair(compute_for(0), compute_for(1))
+        return compute_for(0)
 
 
 def _in_dtype(value: InputPair, start: State) -> tuple[Tensor, Tensor]:
-    """Return a value of both sets of inputs, such as positions, in the dtype of kernels."""
+    """Return both values of a pair, such as positions, in the dtype of kernels."""
     assert start.inputs is not None
     dtype = start.inputs[0].dtype
     return value.first.to(dtype), value.second.to(dtype)
@@ -251,6 +256,7 @@ def start_state(inputs: tuple[Tensor, Tensor], poolings: int, facts: Any) -> Sta
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to every leaf of nested tuples, lists and dictionaries."""
     if isinstance(value, InputPair):
         return function(value)
     if isinstance(value, tuple | list):
@@ -261,6 +267,7 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _flat(values: Any) -> list[Any]:
+    """Return the leaves of nested tuples and lists."""
     flat = []
     for value in values:
         if isinstance(value, list | tuple) and not isinstance(value, InputPair):
@@ -271,7 +278,7 @@ def _flat(values: Any) -> list[Any]:
 
 
 def _renumbered(values: Any, depth: int) -> Any:
-    """Return values with all streams numbered for the records that come next."""
+    """Return values in which the next record of every stream has the number ``depth``."""
 
     def renumber(value: Any) -> Any:
         return value.at(depth) if isinstance(value, Stream | Scores) else value
