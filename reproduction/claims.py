@@ -23,7 +23,7 @@ each seed (:mod:`reproduction.pooling`), and
     \nu = \frac{(V_e + V_a)^2}{V_e^2 / ((C - 1)(n - 1)) + V_a^2 / (n - 1)} .
 
 The mean of the redrawn values minus :math:`T` estimates the bias of statistics that choose the
-largest of several noisy values (the best M, the rise to a maximum); its square is added to the
+largest of several noisy values (the best M, the rise to a maximum). Its square is added to the
 variance of such statistics. If the variance over seeds is so much larger than :math:`V_e + V_a`
 that the assumptions must be wrong (an F test at 10 %), the interval of the seeds is used instead.
 A table in which some cells lack a seed has no interval of the seeds, and the test is left out.
@@ -179,7 +179,7 @@ class Claim:
         return _Estimate(value, low, high, seeds)
 
     def _with_pooled_ends(self, estimate: "_Estimate", pooled: PooledTables) -> "_Estimate":
-        """Return the estimate with the interval of pooled residuals, where it can be used."""
+        """Replace the interval of the seeds by that of pooled residuals, if it is known."""
         if not pooled.is_complete:
             if not pooled.knows_noise_of(self.statistic, estimate.value):
                 return replace(estimate, note="the noise of some cells is not known")
@@ -209,7 +209,7 @@ class _Estimate:
         high: Upper end of its interval.
         seeds: Number of seeds.
         method: ``"pooled"`` or ``"seeds"``, the source of the interval.
-        note: Why there is no interval, if that is known.
+        note: Reason why there is no interval, if it is known.
     """
 
     value: float = math.nan
@@ -220,7 +220,7 @@ class _Estimate:
     note: str = ""
 
     def describe_gap(self) -> str:
-        """Return why there is no value or interval; empty if there are both."""
+        """Return the reason for a missing value or interval; empty if there are both."""
         if math.isnan(self.value):
             return "the statistic is not defined on this table"
         if self.seeds == 1:
@@ -277,7 +277,7 @@ def judge(
     Args:
         claims: The claims.
         table: The table.
-        pooled_axes: Axes of the sweep, if residuals of its cells are pooled; empty: they are not.
+        pooled_axes: Axes of the sweep whose cells are pooled; empty for intervals of the seeds.
 
     Returns:
         A judgement for each claim.
@@ -293,7 +293,7 @@ def judge(
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as JSON can hold it; infinite and NaN values become None."""
+    """Return a value in the types of JSON; infinite and NaN values become None."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 

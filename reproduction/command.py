@@ -39,7 +39,7 @@ MINIMA = {"seeds": 1, "epochs": 1, "workers": 0, "first_seed": 0}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the options of a run to a parser."""
+    """Add the options of :func:`run_experiments` to a parser."""
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="one of " + ", ".join((*NAMES, *TUNINGS)))
     add("--all", action="store_true", help="run all experiments, one after another")
@@ -297,7 +297,7 @@ def reproduce(run: Run, name: str, cells: list[Cell]) -> int:
 def _print_problems(
     console: "Console", name: str, results: Results, failed: Sequence[Cell]
 ) -> None:
-    """Print the number of outdated results and the first cells that failed."""
+    """Print the number of outdated results, and the errors of at most five failed cells."""
     outdated = count_outdated(results, name)
     if outdated:
         console.print(

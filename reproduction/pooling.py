@@ -2,13 +2,17 @@
 
 The model and its assumptions are explained in :mod:`reproduction.claims`. Residuals are drawn from
 all cells of a *stratum*: cells with the same axes and the same number of rows, in which the same
-columns are defined. Columns that do not differ between seeds do not count. A residual consists of
-all rows and columns of one cell and seed, so that quantities that belong together stay together. A
-cell that lacks some seeds gets residuals of the complete cells, and the effects of its seeds
-relative to all seeds. If no cell of a stratum is complete, its cells get the residuals of a stratum
-in which the same columns, and others, are defined. Without such a stratum their noise is not known,
-and statistics that depend on them have no interval. Cells in which a run diverged keep their
-values.
+columns are defined. Columns that are equal for all seeds are ignored. A residual consists of all
+rows and columns of one cell and seed, so that quantities that belong together stay together.
+
+Exceptions:
+
+- A *partial* cell lacks some seeds. It gets residuals of the complete cells of its stratum, and the
+  effects of its seeds relative to the mean effect of all seeds.
+- A stratum without a complete cell gets the residuals of another stratum in which at least the same
+  columns are defined. Without such a stratum the noise of its cells is not known, and statistics
+  that depend on them have no interval.
+- Cells in which a run diverged keep their values.
 """
 
 import math
@@ -138,14 +142,14 @@ class _Stratum:
         return self.positions.shape[1]
 
     def draw_residuals(self, generator: Any) -> list[Change]:
-        """Return cell means with residuals of any cells and seeds."""
+        """Return cell means plus residuals drawn from all cells and seeds of the stratum."""
         flat = self.residuals.reshape(-1, *self.residuals.shape[2:])
         picked = generator.integers(len(flat), size=(self.cells, self.seeds))
         changes = [(self.positions, self.means[:, None] + flat[picked])]
         if not self.partial:
             return changes
-        # The mean over all seeds of a complete cell contains all effects; that of a partial cell
-        # differs from it by the effects of its seeds relative to their mean.
+        # The mean of a complete cell contains the effects of all seeds. The rows of a partial cell
+        # differ from it by the effects of their seeds relative to that mean.
         inflation = math.sqrt(self.seeds / (self.seeds - 1))
         effects = inflation * self.effects[generator.integers(self.seeds, size=self.seeds)]
         effects = effects - effects.mean(axis=0)
@@ -155,7 +159,7 @@ class _Stratum:
         return changes
 
     def with_seed_effect(self, seed: int) -> list[Change]:
-        """Return cell means with the effect of one seed, for all seeds."""
+        """Return cell means plus the effect of one seed, in the rows of every seed."""
         changes = [(self.positions, self.means[:, None] + self.effects[seed])]
         for cell in self.partial:
             changes.append((cell.positions, cell.means + self.effects[seed]))
@@ -178,11 +182,12 @@ def _make_strata(table: Frame, axes: Sequence[str]) -> tuple[list[_Stratum], lis
     unknown: list[int] = []
     for key in partial.keys() - complete.keys():
         cells = partial.pop(key)
-        lender = _find_lender(key, complete)
-        if lender is None:
-            unknown += [int(position) for cell in cells for position in cell.positions.flat]
+        similar_key = _find_similar_stratum(key, complete)
+        if similar_key is None:
+            for cell in cells:
+                unknown += [int(position) for position in cell.positions.flat]
         else:
-            partial[lender] = partial.get(lender, []) + cells
+            partial[similar_key] = partial.get(similar_key, []) + cells
     strata = []
     for key, positions in complete.items():
         cells = partial.get(key, [])
@@ -252,20 +257,24 @@ def _positions_of_cells(
     return positions_of_cell
 
 
-def _find_lender(key: Any, complete: dict[Any, list[Any]]) -> Any:
-    """Return the largest stratum in which all columns of a key are defined; None without one."""
+def _find_similar_stratum(key: Any, complete: dict[Any, list[Any]]) -> Any:
+    """Return the key of the largest stratum with complete cells that can lend its residuals.
+
+    All columns that are defined in the stratum of ``key`` must be defined there. None if there is
+    no such stratum.
+    """
     import numpy
 
     has_axes, shape, defined = key
     needed = numpy.frombuffer(defined, dtype=bool)
-    lenders = []
+    similar = []
     for other in complete:
         other_axes, other_shape, other_defined = other
         offered = numpy.frombuffer(other_defined, dtype=bool)
         is_same_kind = (other_axes, other_shape) == (has_axes, shape)
         if is_same_kind and (offered | ~needed).all():
-            lenders.append(other)
-    return max(lenders, key=lambda lender: len(complete[lender]), default=None)
+            similar.append(other)
+    return max(similar, key=lambda other: len(complete[other]), default=None)
 
 
 def _make_stratum(
@@ -284,7 +293,7 @@ def _make_stratum(
     inflation = math.sqrt(seeds / (seeds - 1))
     if cells > 1:
         residuals = residuals * inflation * math.sqrt(cells / (cells - 1))
-        # Means over cells also vary because of the residuals: a part that is not a seed effect.
+        # Residuals also make means over cells vary. Remove this part from the effects of seeds.
         residual_part = residuals.var(axis=(0, 1)) / cells
         total = inflation**2 * effects.var(axis=0)
         with numpy.errstate(invalid="ignore", divide="ignore"):
@@ -294,7 +303,7 @@ def _make_stratum(
 
 
 def _changed_table(table: Frame, strata: list[_Stratum], changes: list[list[Change]]) -> Rows:
-    """Return the table with other values of the measured columns."""
+    """Return the table with changed values of the measured columns."""
     import numpy
 
     changed = table.copy()
@@ -359,7 +368,7 @@ def pooled_error(
     if len(redrawn) < 2 or len(shifted) < 2:
         return PooledError(math.nan, math.nan, math.nan)
     residual_variance = float(redrawn.var(ddof=1))
-    # The statistic depends on the mean of as many effects as there are seeds.
+    # The statistic depends on the mean effect of all seeds, which has a smaller variance than one.
     seed_variance = float(shifted.var(ddof=1)) / pooled.seeds
     variance = residual_variance + seed_variance
     degrees = 1.0

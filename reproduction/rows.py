@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Frame = Any
-"""A tidy ``pandas.DataFrame`` with a column ``seed``; its annotations confuse type checkers."""
+"""A tidy ``pandas.DataFrame`` with a column ``seed``. Any, as type checkers misread pandas."""
 
 
 class MissingCellsError(LookupError):
@@ -40,7 +40,7 @@ class Rows:
             The rows.
 
         Raises:
-            MissingCellsError: If there are none.
+            MissingCellsError: If no rows are left.
         """
         rows = self
         for column, value in values.items():
@@ -59,12 +59,12 @@ class Rows:
         return self._masked(mask, f"{column} from {low:g} to {high:g}")
 
     def spanning(self, column: str, low: float, high: float) -> "Rows":
-        """Return the rows if the values of a column reach from a low to a high one.
+        """Return all rows, if the values of a column reach down to ``low`` and up to ``high``.
 
-        A curve that ends before its maximum can't show where the maximum is.
+        A curve that ends before its maximum cannot show where the maximum is.
 
         Raises:
-            MissingCellsError: If they do not.
+            MissingCellsError: If the range of values is smaller.
         """
         if self[column].min() > low or self[column].max() < high:
             raise MissingCellsError(f"{column} from {low:g} or less to {high:g} or more")
@@ -116,7 +116,7 @@ class Rows:
         Args:
             x: Column of the abscissa.
             y: Column of the ordinate.
-            log_x: Slope per doubling of ``x``.
+            log_x: Use the logarithm of ``x`` to base 2: the slope is per doubling.
             log_y: Use the logarithm of ``y``; with ``log_x`` the slope is the exponent of a power
                 law.
 
@@ -138,7 +138,7 @@ class Rows:
         return xs[ys.index(max(ys))]
 
     def growth(self, x: str, y: str) -> tuple[list[float], list[float]]:
-        """Return ``x`` and the fraction of the way of ``y`` from its value at x=0 to 1.
+        """Return ``x``, and how far ``y`` has moved from its value at x=0 (fraction 0) to 1 (1).
 
         The point (1, 1) replaces measurements at x=1, where ``y`` is 1 by definition: for example
         the correlation of equal members.

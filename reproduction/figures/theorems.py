@@ -128,7 +128,7 @@ def unit_images(cell: Cell, count: int) -> Tensor:
 
 
 def measure_kernels(cell: Cell) -> Row:
-    """Return the errors of both kernels, and their part between members."""
+    """Return the errors of both kernels, and their ratio between members to within a member."""
     ensemble = build(cell, 8, torch.Generator().manual_seed(cell.seed))
     x = unit_images(cell, 10)
     limit = kernels(ensemble, x)
@@ -165,7 +165,7 @@ def measure_outputs(cell: Cell) -> Row:
 
 
 def measure_training(cell: Cell) -> list[Row]:
-    """Run gradient descent on the squared loss with γ=M; return a row for each of some steps."""
+    """Run gradient descent on the squared loss with γ=M; return a row for each of :data:`STEPS`."""
     ensemble = build(cell, 4, torch.Generator().manual_seed(cell.seed), depth=2)
     x = unit_images(cell, 24)
     x_train, x_test = x[:16], x[16:]

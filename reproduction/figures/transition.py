@@ -31,7 +31,7 @@ AROUND_BEST = (3, 14)
 NEAR = 0.1
 """Distance in p that counts as near the transition."""
 FEWEST_SHIFTS = 5
-"""Values of p without which the place of a transition would be that of a gap in the sweep."""
+"""With fewer values of p, gaps in the sweep would decide where the transition seems to be."""
 MEMBER_TRAIN = "member_train_accuracy"
 NORMAL = "normal"
 LAW_NAMES = {NORMAL: "N(p, 1−p²)", SIGNS: "signs"}
@@ -161,7 +161,7 @@ def advantage_of_signs(rows: Rows, column: str) -> float:
 def change_with_members(rows: Rows) -> float:
     """Return the change of correlation past M=10 at the p nearest to the transition.
 
-    The unit is the way from the correlation at p=0 to 1.
+    It is measured in units of 1 minus the correlation at p=0.
     """
     shifts = [float(p) for p in scaled(rows)["p"].unique()]
     nearest_shift = min(shifts, key=lambda p: abs(p - transition_point(rows)))
