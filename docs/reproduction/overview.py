@@ -36,10 +36,10 @@ HEAD = """# The paper in two minutes
 
 One row for each figure of *Embedded Ensembles: Infinite Width Limit and Operating Regimes*
 (Velikanov et al., AISTATS 2022): one of its statements, our measurement with a 95 % interval, and
-the verdict. A statement **holds** if the whole interval lies in the region where it is true, and
-**does not hold** if the interval lies outside; otherwise it is **undecided**. Names link to the
-pictures. [All claims](claims.md) has every statement with its region, and [the details](README.md)
-have set-up and history.
+the verdict. Each statement is true in a region of values. It **holds** if the whole interval lies
+in this region, and **does not hold** if the whole interval lies outside. Otherwise it is
+**undecided**. Names link to the pictures. [All claims](claims.md) has every statement with its
+region, and [the details](README.md) have set-up and history.
 
 | scale | data and network |
 | - | - |
@@ -60,9 +60,9 @@ Written by `overview.py`; do not edit by hand.
 
 GAINS = """
 **What ensembles gain at `cpu`**, in points of test accuracy with 95 % intervals: ensembles of
-N(p, 1−p²) below the transition (largest M up to 8) differ from one network at its best learning
-rate by {one}, and from as many separate networks by {separate}. Signs in place of
-N(0, 1) change the accuracy by {signs} (M ≥ 4). The paper compares with M=1, whose
+N(p, 1−p²) below the transition, at the largest M that was run, differ from one network at its best
+learning rate by {one}, and from as many separate networks by {separate}. Signs in
+place of N(0, 1) change the accuracy by {signs} (M ≥ 4). The paper compares with M=1, whose
 modulations cost accuracy, and reports a gain of about 5 points.
 """
 GAIN_CLAIMS = {
@@ -124,8 +124,8 @@ COMPARE = """![Accuracy and log loss against the compute of training](compare/cp
 
 Networks with batch norm, 32–64–128–256 channels, on 8,000 images of 16 classes; the compute of one
 network is 15 epochs. Cells: accuracy in % / log loss / log loss after temperature scaling, with the
-number of seeds in brackets. Separate networks are trained for 15 epochs each, and a larger compute
-pays for more of them; for two networks it pays for more epochs. Guessing has a log loss of 2.77.
+number of seeds in brackets. The row *separate networks* spends a larger compute on more networks,
+of 15 epochs each. The row *two networks* spends it on more epochs. Guessing has a log loss of 2.77.
 [All measures](compare/cpu/figure.png), [claims](claims.md#compare-cpu).
 """
 COMPARED = ("accuracy", "nll", "scaled_nll")
@@ -135,8 +135,8 @@ overconfident, and memory holds one network only; otherwise train one network lo
 - At 4 × one network is overconfident, and two members have a lower log loss. At 1 × and 2 × one
   network trained as long is better.
 - Two networks, with twice the parameters, are about as good as two members at 4 ×.
-- The advantage in log loss is mainly better calibration: after temperature scaling it is undecided
-  over 2 × and 4 ×.
+- The advantage in log loss is mainly better calibration: after temperature scaling of both, the
+  mean difference over 2 × and 4 × is undecided.
 - Four members are worse than two at every compute here.
 """
 CONCLUSION_VERDICTS = {
@@ -229,7 +229,7 @@ def check_verdicts(entry: dict[str, Any], verdicts: Mapping[str, str]) -> None:
 
 
 def is_far(entry: dict[str, Any]) -> bool:
-    """Return whether a run has at least a tenth of the cells of its sweep."""
+    """Return whether a run is complete enough to be shown: a tenth of the cells of its sweep."""
     manifest = entry["manifest"]
     preset = manifest["preset"]
     if preset not in SETTINGS:

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of the page.
+    """One row of the table in ``index.md``.
 
     Attributes:
         name: Name of the experiment.
         statement: What the paper says.
         claim: Statement of the claim whose value is shown.
-        comment: What we see, in one sentence. ``{…}`` is the value of a statement in ``values``.
+        comment: What we see, in a few sentences. ``{name}`` is a number from ``values`` or
+            ``points``.
         verdicts: Verdicts of other statements on which the comment relies. The page is not written
             if they change.
         values: Statements whose values are shown in the comment, by name.
-        points: The same for accuracies and fractions, which are shown in percent points.
+        points: The same for accuracies and fractions, which are multiplied by 100.
     """
 
     name: str
@@ -35,9 +36,9 @@ FIGURES = [
         "transition",
         "Members change from independent to collective near p = 0.6.",
         "the curves separate into two groups near p=0.6",
-        "There are two regimes with a sharp transition, at a larger p than in the paper: "
-        "{near:.0f} % of the growth of the correlation lie within 0.1 of it. Above it members fit "
-        "the training data better. The inverted U in M is not tested, because M ends at 4.",
+        "The correlation of members grows mainly around one p, which is larger than in the paper: "
+        "{near:.0f} % of the growth lie within 0.1 of it. Above it members fit the training data "
+        "better. The inverted U in M is not tested, because M ends at 4.",
         verdicts={
             "most of the change happens near the transition": "holds",
             "below the transition the correlation hardly depends on p": "holds",
@@ -81,8 +82,9 @@ FIGURES = [
         "ablation",
         "Modulations after the activation alone are as good as both.",
         "post only: as accurate as the baseline (to 1 %)",
-        "With M=4 they are better: modulations at both places cost accuracy here. So are "
-        "modulations before the activation alone ({pre:+.1f} points, in the paper less accurate). "
+        "With M=4 they are better, so modulations at both places cost accuracy here. Modulations "
+        "before the activation alone are better as well ({pre:+.1f} points; in the paper they are "
+        "less accurate). "
         "Input and output modulations change the accuracy by {ends:.1f} points, not by −2 or more.",
         verdicts={
             "pre only: less accurate": "does not hold",
@@ -97,10 +99,10 @@ FIGURES = [
         "ntk-at-init",
         "The tangent kernel between members falls as 1/width.",
         "the ratio falls as 1/width when centred (normalised by the limit)",
-        "The kernel at the smallest width has heavy tails, which leave the exponent open. Divided "
-        "by the measured kernel it is {measured:.1f}, undecided as well. The effect of m other "
-        "members grows as m^{centred:.1f} if centred and as m^{shifted:.1f} if shifted (paper: 1 "
-        "and 2).",
+        "The kernel at the smallest width has heavy tails, which leave the exponent open. For the "
+        "ratio to the measured kernel it is {measured:.1f}, undecided as well. The effect of m "
+        "other members grows as m^{centred:.1f} if centred and as m^{shifted:.1f} if shifted "
+        "(paper: 1 and 2).",
         verdicts={
             "the ratio falls as 1/width when centred (normalised by the measured kernel)": (
                 "undecided"
@@ -120,9 +122,9 @@ FIGURES = [
         "mc-dropout",
         "Fixed centred masks train independent members, with a best M that grows with the width.",
         "with fixed centred masks the best M grows with width",
-        "Four members are best on average at both widths, but the seeds do not decide it. Members "
-        "with fixed masks are much less correlated than with fresh shifted masks, and fresh "
-        "centred masks hardly learn, as in the paper.",
+        "Four members are best on average at both widths. The best M of single seeds varies, so "
+        "the exponent is open. Members with fixed masks are much less correlated than with fresh "
+        "shifted masks. Fresh centred masks hardly learn, as in the paper.",
         verdicts={
             "with fixed centred masks the best M grows with width": "undecided",
             "fixed centred masks are much less correlated (independent; by 0.1)": "holds",
@@ -151,8 +153,15 @@ FIGURES = [
         "theorems",
         "Kernels between members vanish if and only if the last modulations are centred.",
         "the tangent kernel between members vanishes if only u of the last layer is centred",
-        "The value is that of centred u in the last layer only. It is {shifted:.2f} if these are "
-        "not centred, and {bias:.2f} with a shared output bias (an erratum).",
+        "The value is for ensembles in which only u of the last layer is centred. It is "
+        "{shifted:.2f} if that u is not centred. With a shared output bias it is {bias:.2f} "
+        "although u is centred, so the statement needs a network without this bias (an erratum).",
+        verdicts={
+            "the tangent kernel between members does not vanish if u of the last layer is not "
+            "centred": "holds",
+            "the tangent kernel between members does not vanish with a shared output bias "
+            "(an erratum)": "holds",
+        },
         values={
             "shifted": "the tangent kernel between members does not vanish if u of the last layer "
             "is not centred",
