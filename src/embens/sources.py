@@ -308,7 +308,8 @@ def _loader(name: str, data: Any, expected: str, batch_size: int) -> Iterable[An
     is_data_set = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, IterableDataset) or is_data_set:
         # A loader draws a seed. A separate generator keeps the global random state unchanged.
-        return DataLoader(data, batch_size, generator=torch.Generator())
+        data_set: Any = data
+        return DataLoader(data_set, batch_size, generator=torch.Generator())
     if isinstance(data, Iterable):
         return data
     raise TypeError(f"{name} must be {expected}, got {type(data).__name__}.")

@@ -372,7 +372,8 @@ def _refuse_erasing(ensemble: "EmbeddedEnsemble", prefix: str) -> Callable[..., 
 
 def is_transformed() -> bool:
     """Return whether a transform of torch.func is running; ``requires_grad_`` then fails."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return functorch.peek_interpreter_stack() is not None
 
 
 def _require_gradients(tensor: Tensor, original: Tensor | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.fx
@@ -142,8 +142,11 @@ def scaled_attention(node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
     options: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     queries, keys, values = (options.get(name) for name in names[:3])
-    has_streams = all(isinstance(value, Stream) for value in (queries, keys, values))
-    if not has_streams or not set(options) <= set(names) or options.get("dropout_p"):
+    if not set(options) <= set(names) or options.get("dropout_p"):
+        raise no_rule(node)
+    if not isinstance(queries, Stream):
+        raise no_rule(node)
+    if not isinstance(keys, Stream) or not isinstance(values, Stream):
         raise no_rule(node)
     transposed = keys.map(lambda s: s.replace(features_last=not s.features_last))
     scores = score(queries, transposed)
@@ -168,7 +171,7 @@ def _masked(node: torch.fx.Node, scores: Scores, options: dict[str, Any]) -> Sco
     return scores.masked(add_mask(mask, scores))
 
 
-def _is_mask(value: Any) -> bool:
+def _is_mask(value: Any) -> TypeGuard[Tensor | InputPair]:
     return isinstance(value.first if isinstance(value, InputPair) else value, Tensor)
 
 

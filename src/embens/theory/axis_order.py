@@ -180,7 +180,8 @@ def weigh_pixels(stream: Stream, factors: Tensor | InputPair) -> Stream | None:
         aligned.append(kernel_factors)
 
     def weigh(state: State) -> State:
-        first, second = align_variances(*aligned, state, paired=state.facts.recording is not None)
+        is_paired = state.facts.recording is not None
+        first, second = align_variances(aligned[0], aligned[1], state, paired=is_paired)
         scales = (first * second).to(state.covariance)
         return state.map(lambda kernel: kernel * scales)
 

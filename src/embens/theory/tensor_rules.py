@@ -167,7 +167,8 @@ class Operations:
                 return multiply_streams(first, second)
             raise no_rule(node)
         is_swapped = isinstance(second, Stream)
-        stream, factor = (second, first) if is_swapped else (first, second)
+        stream = second if is_swapped else first
+        factor: Any = first if is_swapped else second
         if target in _DIVIDE and not is_swapped:
             factor = factor.map(torch.reciprocal) if isinstance(factor, InputPair) else 1 / factor
         elif target not in _MULTIPLY:
