@@ -72,7 +72,7 @@ def test_invalid_subsets_raise():
         with pytest.raises(error, match="member"):
             ensemble.subset(members)
     for members in ([True, False, True], "01", [0.0], 2):
-        with pytest.raises(TypeError, match=r"must be an integer|not iterable"):
+        with pytest.raises(TypeError, match=r"must be an integer|must be a list of indices"):
             ensemble.subset(members)
     assert ensemble.subset(torch.tensor([0, 2])).members == 2
 
