@@ -362,7 +362,6 @@ CONTESTANTS: dict[str, Callable[[Part, int], Model]] = {
     "random_forest": random_forest,
 }
 OURS = ("embens", "embens_split", "embens_tuned", "separate")
-BOOSTING = ("lightgbm", "xgboost", "catboost", "catboost_all_rows", "hist_gradient_boosting")
 PRELOAD = [
     *("torch", "torch._dynamo", "sklearn.ensemble"),
     *("lightgbm", "xgboost", "catboost", "pytabkit"),

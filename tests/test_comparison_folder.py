@@ -31,6 +31,15 @@ def test_other_candidates_are_refused(names, tmp_path):
         open_folder(tmp_path, names, PARTS)
 
 
+@pytest.mark.parametrize("content", ["{", "[1]", "\x00"])
+def test_a_damaged_description_is_refused(content, tmp_path):
+    open_folder(tmp_path, ["one"], PARTS)
+    (tmp_path / "comparison.json").write_text(content)
+
+    with pytest.raises(ValueError, match="is damaged"):
+        open_folder(tmp_path, ["one"], PARTS)
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_other_values_of_the_data_are_refused(part, tmp_path):
     open_folder(tmp_path, ["one"], PARTS)

@@ -42,7 +42,7 @@ def open_folder(
         identity[f"{part} data"] = _describe_data(values)
     path = Path(folder) / FILE
     if path.exists():
-        saved = json.loads(path.read_text())
+        saved = _read_identity(path)
         for name, value in identity.items():
             if saved.get(name) != value:
                 raise ValueError(
@@ -54,6 +54,19 @@ def open_folder(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(identity))
     return path.parent
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    """Return what describes the comparison of a folder."""
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError:
+        saved = None
+    if not isinstance(saved, dict):
+        raise ValueError(
+            f"{str(path)!r} is damaged. Use another folder, or delete this one to start again."
+        )
+    return saved
 
 
 def _describe_data(data: Any) -> str:

@@ -26,7 +26,6 @@ from embens.sites import EnsembleSpec, Layer
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
 
-_TABLES = ("_parameters", "_buffers", "_modules", "parametrizations")
 _ATOMIC = (*PLAIN, nn.Module, FunctionType, MethodType, type)
 """Values without contents, or whose contents are followed elsewhere."""
 

@@ -167,7 +167,7 @@ def warn_about_shared_state(change: str) -> None:
     """Warn of a change outside of the modules, such as that of a global counter.
 
     Args:
-        change: What has changed.
+        change: Name or description of the changed value.
     """
     warn(
         f"the forward of the reference changes {change!r} outside of its modules, so all "
