@@ -132,3 +132,27 @@ def test_caches_and_changes_between_passes_are_no_warnings(monkeypatch):
     monkeypatch.setattr(SETTINGS, "scale", 0.5)
 
     assert not torch.equal(ensemble(x), before)
+
+
+class Meter(nn.Module):
+    """Layers a and out, and a counter in an object that an attribute holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.out = nn.Linear(2, 3), nn.Linear(3, 2)
+        self.meter = types.SimpleNamespace(seen=0)
+
+    def forward(self, x):
+        self.meter.seen += 1
+        return self.out(torch.tanh(self.a(x)) * self.meter.seen)
+
+
+def test_an_object_of_a_module_belongs_to_the_member_and_gives_no_warning():
+    ensemble = embens.batch_ensemble(Meter(), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "merged" in ensemble.executor
+        ensemble(torch.ones(1, 2))
+        ensemble(torch.ones(1, 2))
+
+    assert [copied.module.meter.seen for copied in ensemble.merged.copies] == [2, 2]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from embens.graph.folding import warn_about_shared_state
+from embens.checks import warn
 from embens.graph.guards import Guard
 from embens.graph.snapshots import MOST_OBJECTS, PLAIN, Same, SameTensor
 
@@ -43,7 +43,11 @@ class OutsideState:
             is_changed = key in before and before[key][1] != mark
             if is_changed and description not in self.reported:
                 self.reported.add(description)
-                warn_about_shared_state(description)
+                warn(
+                    f"the forward of the reference changes {description!r} outside of its "
+                    "modules, so all members share it. Keep what changes in attributes or buffers "
+                    "of the modules."
+                )
 
     def _marks(self) -> Iterator[tuple[Any, Any, str, Any]]:
         """Yield owner, key, description and mark of every value."""

@@ -26,7 +26,6 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from embens import networks
-from embens.checks import warn
 from embens.graph.convolutions import (
     convolution_options,
     member_convolution,
@@ -154,25 +153,9 @@ def _trace(
         change = state.change()
         if not change:
             change = guard.change()
-            # Dictionaries and sets are often caches, whose changes do no harm.
-            is_harmless = change.startswith(("a dict", "a set", "the state of a random"))
-            if change and not is_harmless:
-                warn_about_shared_state(change)
         if change:
             raise Unfoldable(f"its code changes {change!r}")
     return graph
-
-
-def warn_about_shared_state(change: str) -> None:
-    """Warn of a change outside of the modules, such as that of a global counter.
-
-    Args:
-        change: Name or description of the changed value.
-    """
-    warn(
-        f"the forward of the reference changes {change!r} outside of its modules, so all "
-        "members share it. Keep what changes in attributes or buffers of the modules."
-    )
 
 
 def _refuse_modules(root: nn.Module) -> None:
