@@ -214,7 +214,8 @@ def weights_of(root: nn.Module, layer: str) -> tuple[str, tuple[str, ...]]:
             key = f"{last}_weight" if attention.in_proj_weight is None else "in_proj_weight"
             return owner, (key, "in_proj_bias")
     level = "l0"
-    if re.fullmatch(r"l\d+(_reverse)?", last):  # a level or a direction of a recurrent module
+    is_recurrent = isinstance(root.get_submodule(owner), nn.RNNBase)
+    if is_recurrent and re.fullmatch(r"l\d+(_reverse)?", last):  # a level or a direction
         layer, level = owner, last
     if isinstance(root.get_submodule(layer), nn.RNNBase):
         parts = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
