@@ -449,10 +449,10 @@ def around(inside: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), inside, nn.Linear(5, 2))
 
 
-def spectral(norm) -> nn.Module:
+def spectral() -> nn.Module:
     layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
     for i in (0, 2):
-        layers[i] = norm(layers[i])
+        layers[i] = nn.utils.spectral_norm(layers[i])
         with torch.no_grad():  # far from converged, so that every power iteration shows
             u = next(buffer for name, buffer in layers[i].named_buffers() if name.endswith("_u"))
             u.copy_(nn.functional.normalize(torch.randn(u.shape), dim=0))
@@ -464,8 +464,7 @@ STATEFUL = {
     "in place": lambda: around(Centred(in_place=True)),
     "attributes": lambda: around(Remembering()),
     "a method": Followed,
-    "spectral norm": lambda: spectral(nn.utils.parametrizations.spectral_norm),
-    "spectral norm by a hook": lambda: spectral(nn.utils.spectral_norm),
+    "spectral norm by a hook": spectral,
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble.extraction import plain_network
-from embens.ensemble.parametrizations import computed_tensors
+from embens.ensemble.parametrizations import evaluated_tensors
 from embens.ensemble.weights import member_tensors
 from embens.graph.reading import Flow, read_flow
 from embens.graph.snapshots import HOOKS
@@ -38,7 +38,7 @@ def collapse(ensemble: "EmbeddedEnsemble", example_input: Any = None) -> nn.Modu
             "only if the output is linear in the modulations (last-layer dropout)."
         )
     with torch.no_grad():
-        computed = computed_tensors(ensemble.reference)
+        computed = evaluated_tensors(ensemble.reference)
         means: dict[str, Tensor] = {}
         values = ensemble.sample_values()
         for a in range(ensemble.members):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from embens.ensemble.copies import MemberCopy
-from embens.ensemble.parametrizations import computed_tensors
+from embens.ensemble.parametrizations import evaluated_tensors
 from embens.ensemble.weights import member_tensors, modulations_by_layer
 from embens.graph.reading import copy_module
 
@@ -40,7 +40,7 @@ def plain_member(
         member_values[name] = tied.setdefault(id(stack), stack.detach()[a])
     reference, spec = ensemble.reference, ensemble.spec
     with torch.no_grad():
-        computed = computed_tensors(reference)
+        computed = evaluated_tensors(reference)
         tensors = member_tensors(reference, ensemble.layers, spec, member_values, computed)
         return plain_network(
             ensemble,

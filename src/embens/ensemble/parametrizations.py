@@ -28,6 +28,23 @@ def computed_tensors(reference: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def evaluated_tensors(reference: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that parametrizations compute in evaluation mode, without changing state.
+
+    In training mode some parametrizations update their buffers, as spectral norm does.
+
+    Args:
+        reference: Any module.
+
+    Returns:
+        Tensors by their names in the network.
+    """
+    if not any(parametrized_names(module) for module in reference.modules()):
+        return {}
+    buffers = {id(buffer): buffer.detach().clone() for buffer in reference.buffers()}
+    return computed_tensors(copy_module(reference, buffers).eval())
+
+
 def parametrized_names(module: nn.Module) -> list[str]:
     """Return the names of the tensors that parametrizations of a module compute.
 
