@@ -111,3 +111,33 @@ def test_forged_attributes_are_refused(change):
     change(values)
     with pytest.raises(Refused, match=r"^file"):
         check_attributes(ensemble, values, "file")
+
+
+class Stateful(nn.Module):
+    """Adds its hidden state of the call before; ``reset`` forgets it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.reset()
+
+    def reset(self):
+        self.hidden = None
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        if self.hidden is not None:
+            h = h + self.hidden
+        self.hidden = h.detach()
+        return self.out(h)
+
+
+def test_attributes_of_members_can_be_reset():
+    ensemble, x = embens.batch_ensemble(Stateful(), 3), torch.randn(4, 6)
+    first, second = ensemble(x), ensemble(x)
+    ensemble.reference.reset()
+    ensemble.reset_attributes()
+
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(ensemble(x), first)
+    torch.testing.assert_close(ensemble(x), second)

@@ -708,6 +708,20 @@ class EmbeddedEnsemble(nn.Module):
             return set()
         return self._merged.changed_attributes()
 
+    def reset_attributes(self) -> None:
+        """Give all members the attributes of the reference, as before the first pass.
+
+        Members keep the attributes that their forward sets, such as the hidden state of a recurrent
+        network between calls.
+
+        Example:
+            >>> from embens import batch_ensemble
+            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> batch_ensemble(net, members=4).reset_attributes()
+        """
+        if self._merged is not None:
+            self._derive(self.flow)
+
     def refresh_layers(self) -> None:
         """Find the layers again after modules of the reference were replaced.
 
