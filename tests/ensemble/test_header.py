@@ -1,6 +1,7 @@
 """Specifications survive JSON; every wrong field is an error with its name and value."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 from cases import ARCHITECTURES, FAMILIES
@@ -98,9 +99,15 @@ def test_each_plain_field_refuses_values_of_another_type(path):
         (("sampled",), 0, "chosen must be a list of integers from 0 to -1"),
         (("sites", 0, "kind"), "side", "kind must be one of 'pre', 'post', got 'side'"),
         (("sites", 0, "size"), 0, "size must be an integer of at least 1, got 0"),
-        (("sites", 0, "law"), {"law": "Normal", "std": -1.0}, "std must be"),
-        (("sites", 0, "law"), {"law": "Normal", "x": 1}, "unexpected keyword argument 'x'"),
+        (("sites", 0, "law"), {"law": "Normal", "mean": 0.0, "std": -1.0}, "std must be"),
+        (("sites", 0, "law"), {"law": "Rademacher", "x": 1}, "unexpected keyword argument 'x'"),
         (("sites", 0, "law"), {"law": "os.system"}, "unknown law 'os.system'"),
+        (("sites", 0, "law"), {"law": "Normal", "std": 1.0}, "law has no field 'mean'"),
+        (
+            ("sites", 0, "law"),
+            {"law": "TypedSteps", "spread": "x"},
+            "law.spread must be a value of",
+        ),
         (("sites", 0, "law"), {}, "law.law must be a text"),
         (("low_rank", 0, "kind"), "other", "must be one of 'multiplicative', 'additive'"),
         (("low_rank", 0, "rank"), 0, "rank must be an integer of at least 1"),
@@ -124,6 +131,25 @@ def test_missing_fields_and_repeated_sites_are_refused(name):
     del values[name]
     with pytest.raises(Refused, match=f"has no field '{name}'"):
         read_spec(values, PLACE)
+
+
+@dataclass(frozen=True)
+class TypedSteps(laws.Discrete):
+    """A law of a user, who checks nothing."""
+
+    spread: float = 0.5
+    count: int = 2
+    names: tuple[str, ...] = ()
+
+    @property
+    def atoms(self):
+        return [(1 - self.spread, 0.5), (1 + self.spread, 0.5)]
+
+
+def test_laws_of_users_have_typed_parameters_and_may_get_new_ones():
+    assert read_law({"law": "TypedSteps", "spread": 1}, "x") == TypedSteps(1)
+    with pytest.raises(Refused, match=r"x\.count must be a value of type int, got True"):
+        read_law({"law": "TypedSteps", "count": True}, "x")
 
 
 def test_laws_and_names_are_checked_alone():

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 from embens.fields import FIX, Fields
@@ -12,6 +12,8 @@ from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site
 
 MAX_MEMBERS = 2**20
 """Members that a file may ask for: fresh masks have no tensors that would prove their number."""
+PLAIN_TYPES = {"bool": bool, "int": int, "float": float, "str": str}
+"""Types of the parameters of laws that are checked, by name."""
 
 
 def read_spec(values: Any, place: str) -> EnsembleSpec:
@@ -84,12 +86,31 @@ def read_law(values: Any, place: str) -> Law:
         embens.files.Refused: If the law is unknown or its parameters are not valid.
     """
     law = Fields(values, place)
-    is_known = law.text("law") in registered()
+    law_class = registered().get(law.text("law"))
+    if law_class is not None:
+        _check_parameters(law, law_class)
     try:
         return from_dict(law.values)
     except (TypeError, ValueError) as error:
-        advice = f" {FIX}" if is_known else ""
+        advice = "" if law_class is None else f" {FIX}"
         raise Refused(f"{place}: {error}{advice}") from None
+
+
+def _check_parameters(law: Fields, law_class: type[Law]) -> None:
+    """Raise if a parameter is missing or of another type.
+
+    A law of the user may have got a parameter with a default after the file was written.
+    """
+    if not is_dataclass(law_class):
+        return
+    is_ours = law_class.__module__.startswith("embens.")
+    for field in fields(cast(Any, law_class)):
+        type_name = getattr(field.type, "__name__", field.type)
+        if field.name not in law.values:
+            if is_ours:
+                raise Refused(f"{law.place} has no field {field.name!r}. {FIX}")
+        elif type_name in PLAIN_TYPES:
+            law.typed(field.name, PLAIN_TYPES[type_name])
 
 
 def _read_low_rank(site: Fields) -> LowRankSite:
