@@ -90,12 +90,16 @@ WEIGHT = "reference.0.weight"
         (("optimizer", "param_groups", 0, "lr"), "fast", "lr must be a finite number, got 'fast'"),
         (("optimizer", "state", 99), {}, "index of a parameter must be known, got 99"),
         (("optimizer", "state", 0), 3, "state.0 must be a dictionary"),
-        (("optimizer", "state", 0, "exp_avg"), torch.zeros(3), "exp_avg must be one number, or"),
+        (("optimizer", "state", 0, "exp_avg"), torch.zeros(3), "exp_avg must be a tensor of shape"),
+        (("optimizer", "state", 0, "exp_avg"), torch.zeros(1), "exp_avg must be a tensor of shape"),
+        (("optimizer", "state", 0, "step"), torch.zeros(16), "step must be one number"),
+        (("optimizer", "state", 0, "step"), torch.tensor(-1.0), "step must be a value that"),
+        (("optimizer", "param_groups", 0, "eps"), 1e300, r"eps must be numbers of at most 1e\+30"),
         (("optimizer", "surprise"), 1, "optimizer must be a dictionary with"),
         (("scheduler", "last_epoch"), 0.5, "last_epoch must be an integer"),
         (("scheduler", "step"), "text", "scheduler must be the attributes of a scheduler"),
         (("scheduler", "base_lrs"), [0.1], "base_lrs must be a list of 2 values"),
-        (("scheduler",), {}, "must be an attribute of the scheduler"),
+        (("scheduler",), {}, "scheduler has no field"),
         (("scaler",), {"scale": 2.0}, "scaler must be a dictionary with the names"),
         (("tally", "loss"), torch.zeros(7).double(), r"tally.loss must be a tensor"),
         (("random", "torch"), torch.zeros(9, dtype=torch.uint8), "random.torch must be the state"),
@@ -156,4 +160,60 @@ def test_functions_of_a_schedule_are_not_read_from_a_file():
     check_state(watch.run, watch.template, watch.state, PLACE)
     watch.state["scheduler"]["lr_lambdas"][0] = 3
     with pytest.raises(Refused, match="lr_lambdas"):
+        check_state(watch.run, watch.template, watch.state, PLACE)
+
+
+class Remembering(optim.lr_scheduler.LRScheduler):
+    """A scheduler of a user that keeps a list of all rates."""
+
+    def __init__(self, optimizer):
+        self.rates = []
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.rates.append(0.9 ** len(self.rates))
+        return [self.rates[-1] * rate for rate in self.base_lrs]
+
+
+def state_of(scheduler):
+    watch = Watch()
+    options = {"batch_size": 30, "scheduler": scheduler, "callbacks": [watch]}
+    fit(problem.ensemble(), problem.data(), epochs=2, **options)
+    return watch
+
+
+def test_a_scheduler_of_a_user_may_keep_a_list_that_grows():
+    watch = state_of(Remembering)
+    assert len(watch.state["scheduler"]["rates"]) > len(watch.template["scheduler"]["rates"])
+    check_state(watch.run, watch.template, watch.state, PLACE)
+
+
+def warm_up(optimizer):
+    schedulers = [optim.lr_scheduler.LinearLR(optimizer), optim.lr_scheduler.StepLR(optimizer, 1)]
+    return optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[1])
+
+
+one_cycle = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=8)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "path", "value"),
+    [
+        (warm_up, ("_schedulers", 0, "last_epoch"), [1]),
+        (warm_up, ("_schedulers", 1, "step"), 3),
+        (warm_up, ("_schedulers", 1), {}),
+        (warm_up, ("_schedulers",), []),
+        (one_cycle, ("_anneal_func_type",), 3),
+        (one_cycle, ("_schedule_phases", 0, "end_step"), "late"),
+        (one_cycle, ("cycle_momentum",), 1),
+    ],
+)
+def test_attributes_inside_of_a_schedule_have_their_types(scheduler, path, value):
+    watch = state_of(scheduler)
+    check_state(watch.run, watch.template, watch.state, PLACE)
+    inner = watch.state["scheduler"]
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(Refused, match=str(path[0])):
         check_state(watch.run, watch.template, watch.state, PLACE)

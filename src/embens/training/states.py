@@ -6,19 +6,40 @@ same names, types and shapes. Counters that grow during a run have to lie in the
 
 from __future__ import annotations
 
+import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from embens.fields import Fields, is_finite, is_whole, refusal
+from embens.fields import MOST, Fields, is_finite, is_whole, refusal
 from embens.training.passes import DEFAULT_CRITERIA
 
 if TYPE_CHECKING:
     from embens.training.run import Run
+
+SCALAR_STATES = {"step", "mu_product", "eta", "mu"}
+"""States of torch's optimizers that are one number for each parameter."""
+CHANGING_ATTRIBUTES = {
+    "last_epoch",
+    "_step_count",
+    "_last_lr",
+    "_is_initial",
+    "_get_lr_called_within_step",
+    "num_bad_epochs",
+    "cooldown_counter",
+    "T_cur",
+    "T_i",
+}
+"""Attributes of torch's schedulers that change during a run; the others are settings."""
+LARGEST = 1e30
+"""Settings of optimizers that are larger would overflow in float32."""
+REDUCED_STATES = {"row_var", "col_var"}
+"""States of Adafactor with the shape of their parameter, but 1 on some axes."""
 
 
 def check_state(run: Run, template: dict[str, Any], state: Any, place: str) -> None:
@@ -81,7 +102,7 @@ def check_like(value: Any, template: Any, place: str) -> None:
         if type(value) is not type(template):
             raise refusal(place, f"a value of type {type(template).__name__}", value)
     elif isinstance(template, int):
-        if not is_whole(value):
+        if not is_whole(value) or abs(value) > MOST:
             raise refusal(place, "an integer", value)
     elif not is_finite(value) and value != template:  # a limit may be infinite
         raise refusal(place, "a finite number", value)
@@ -151,6 +172,10 @@ def _check_optimizer(run: Run, template: dict[str, Any], fields: Fields) -> None
             raise saved.fail("params", f"the indices {group['params']}")
         if isinstance(saved.get("lr"), float):
             saved.number("lr", low=0)
+        for name, value in saved.values.items():
+            for number in value if isinstance(value, (list, tuple)) else [value]:
+                if is_finite(number) and abs(number) > LARGEST:
+                    raise saved.fail(name, f"numbers of at most {LARGEST:g}")
     if list(fields.values) != list(template):
         raise refusal(fields.place, f"a dictionary with {list(template)}", list(fields.values))
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -168,42 +193,90 @@ def _check_optimizer(run: Run, template: dict[str, Any], fields: Fields) -> None
         if state.values.keys() != first.keys():
             raise refusal(state.place, f"a dictionary with {list(first)}", list(state.values))
         for name, value in state.values.items():
-            if isinstance(value, Tensor) and not _fits(value, parameters[index]):
-                shape = tuple(parameters[index].shape)
-                raise state.fail(name, f"one number, or a tensor of shape {shape}")
+            if isinstance(value, Tensor) and not _fits(name, value, parameters[index]):
+                expected = f"a tensor of shape {tuple(parameters[index].shape)}"
+                if name in SCALAR_STATES:
+                    expected = "one number"
+                raise state.fail(name, expected)
             if type(value) is not type(first[name]) or isinstance(value, (bool, str)):
                 raise state.fail(name, f"like that of the first parameter, {type(first[name])}")
+            if name in SCALAR_STATES and not _is_possible(name, value):
+                raise state.fail(name, "a value that an optimizer can reach")
 
 
-def _fits(value: Tensor, parameter: Tensor) -> bool:
-    """Return whether a tensor is one number or has the sizes of a parameter, or 1, on each axis."""
-    if value.numel() == 1:
-        return True
+def _fits(name: str, value: Tensor, parameter: Tensor) -> bool:
+    """Return whether a state of an optimizer has the shape that belongs to a parameter."""
+    if name in SCALAR_STATES:
+        return value.numel() == 1
+    if name not in REDUCED_STATES:
+        return value.shape == parameter.shape
     if value.dim() != parameter.dim():
         return False
     sizes = zip(value.shape, parameter.shape, strict=True)
     return all(size in (1, expected) for size, expected in sizes)
 
 
+def _is_possible(name: str, value: Any) -> bool:
+    """Return whether a scalar state can occur; others may lead to divisions by zero."""
+    if not isinstance(value, (int, float, Tensor)):
+        return False
+    value = float(value)
+    if name == "step":
+        return 0 <= value <= MOST
+    if name == "mu_product":
+        return 0 <= value < 1
+    return math.isfinite(value)
+
+
 def _check_scheduler(scheduler: Any, template: dict[str, Any], fields: Fields) -> None:
-    """Check the attributes of a scheduler; they must not hide its methods."""
-    for name, value in fields.values.items():
+    """Check the attributes of a scheduler; they must not hide its methods.
+
+    The attributes of a user's scheduler may have any type and change it during a run.
+    """
+    for name in fields.values:
         if not isinstance(name, str) or (name not in template and hasattr(type(scheduler), name)):
             raise refusal(fields.place, "the attributes of a scheduler", name)
-        expected: Any = template.get(name)
-        if is_whole(expected) and not is_whole(value):
-            raise fields.fail(name, "an integer")
-        if isinstance(expected, float) and not _is_number(value):
-            raise fields.fail(name, "a number")
-        if name == "lr_lambdas" and isinstance(expected, list) and None in expected:
-            check_like(value, expected, f"{fields.place}.{name}")  # functions are not saved
-        if not isinstance(expected, (list, tuple)) or not _are_numbers(expected):
-            continue
-        if not _are_numbers(value) or len(value) != len(expected):
-            raise fields.fail(name, f"a list of {len(expected)} values")
-    for name in template:
-        if name not in fields.values:
-            raise fields.fail(name, "an attribute of the scheduler")
+    if type(scheduler).__module__.startswith("torch.optim"):
+        _check_schedule(fields.values, template, fields.place)
+
+
+def _check_schedule(values: Any, template: Mapping[str, Any], place: str) -> None:
+    """Check the attributes of a stock scheduler, which may contain other schedulers.
+
+    Args:
+        values: Read from a file.
+        template: The attributes at the start of a run.
+        place: Name of the file and of the field, for error messages.
+    """
+    fields = Fields(values, place, template)
+    for name, expected in template.items():
+        if name == "best":  # infinite at the start
+            if not _is_number(fields.get(name)):
+                raise fields.fail(name, "a number")
+        elif name in CHANGING_ATTRIBUTES:
+            check_like(fields.get(name), expected, f"{place}.{name}")
+        else:
+            _check_setting(fields.get(name), expected, f"{place}.{name}")
+
+
+def _check_setting(value: Any, expected: Any, place: str) -> None:
+    """Check a setting of a scheduler: texts are equal, and positive numbers stay positive."""
+    if isinstance(expected, Counter):
+        if not isinstance(value, Counter) or not all(map(is_whole, [*value, *value.values()])):
+            raise refusal(place, "integers with their counts", value)
+    elif isinstance(expected, Mapping):
+        _check_schedule(value, expected, place)
+    elif isinstance(expected, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(expected):
+            raise refusal(place, f"a list of {len(expected)} values", value)
+        for index, part in enumerate(expected):
+            _check_setting(value[index], part, f"{place}[{index}]")
+    else:
+        check_like(value, expected, place)
+        if isinstance(expected, str) and value != expected:
+            raise refusal(place, repr(expected), value)
+        if not isinstance(expected, str) and is_finite(expected) and expected > 0 and value <= 0:
+            raise refusal(place, "above 0", value)
 
 
 def _check_random(fields: Fields) -> None:
