@@ -21,7 +21,8 @@ from benchmarks.tasks import (
     peer_step,
     transformer_task,
 )
-from benchmarks.timing import Contestant, Step, compare, count_flops
+from benchmarks.timing import Contestant, Step, compare
+from embens.flops import count_flops
 
 SHARED_FIRST_LAYER = "arithmetic, with the first layer computed once and modulations for free"
 

@@ -17,9 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-
 from benchmarks.rows import Result
 
 PATIENCE = 60.0
@@ -142,26 +139,6 @@ def count_repetitions(step: Step, seconds: float) -> int:
     step()  # the first step may compile or allocate
     fastest = min(time_step(step) for _ in range(3))
     return max(1, round(seconds / max(1e-9, fastest)))
-
-
-class _FlopCounter(TorchDispatchMode):
-    """Counts like torch's FlopCounterMode, without its hooks, with which ensembles run merged."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.total += count(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
-def count_flops(step: Step) -> int:
-    """Return the floating-point operations of the products and convolutions of a step."""
-    with _FlopCounter() as counter:
-        step()
-    return counter.total
 
 
 class Disturbance:

@@ -154,6 +154,24 @@ def test_a_compute_budget_gives_cheap_candidates_more_epochs():
     assert 4 <= result.scores["batch"]["epochs"] <= 6
 
 
+def test_a_compute_budget_counts_layers_that_members_share_once():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.ReLU())]
+        network = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), *layers, nn.Linear(16, 3))
+    compared = {
+        "one": network,
+        "dropout": embens.last_layer_dropout(network, 8),
+        "separate": embens.independent(network, 8),
+    }
+    result = compare(compared, *parts(), budget="compute", **ARGUMENTS)
+
+    epochs = {name: scores["epochs"] for name, scores in result.scores.items()}
+    assert epochs["one"] == 32
+    # Eight last layers cost a third of one network.
+    assert 20 <= epochs["dropout"] <= 28
+
+
 def test_an_interrupted_comparison_continues_with_the_same_result(tmp_path):
     expected = compare(candidates(), *parts(), **ARGUMENTS)
 
@@ -253,7 +271,7 @@ def test_tables_show_every_candidate_and_interval():
     text = str(result)
 
     assert isinstance(result, Comparison)
-    assert all(name in text for name in ("one", "batch", "nll", "95 % intervals"))
+    assert all(name in text for name in ("one", "batch", "nll", "95 % interval"))
     assert list(result.to_pandas().index) == ["one", "batch"]
     assert len(result.to_pandas("differences")) == 4
 

@@ -7,7 +7,7 @@ import math
 import numpy
 import torch
 
-from embens.differences import paired_differences, paired_interval
+from embens.differences import Comparison, Difference, paired_differences, paired_interval
 
 
 def test_the_interval_covers_the_mean_over_rows_and_training_runs():
@@ -46,3 +46,28 @@ def test_differences_are_those_to_the_first_candidate():
     assert math.isclose(second.value, 1 / 3, rel_tol=1e-6)
     assert second.low < second.value < second.high
     assert (third.value, third.low, third.high) == (0.0, 0.0, 0.0)
+
+
+def test_the_text_marks_clear_differences_and_separates_quality_from_cost():
+    scores = {
+        "one": {"accuracy": 0.5, "nll": 1.0, "disagreement": math.nan, "parameters": 123456.0},
+        "two": {"accuracy": 0.7, "nll": 0.9, "disagreement": 0.25, "parameters": 1234567.0},
+    }
+    differences = [
+        Difference("two", "one", "accuracy", 0.2, 0.1, 0.3),
+        Difference("two", "one", "nll", -0.1, -0.3, 0.1),
+    ]
+    quality, cost, compared, legend = str(Comparison(scores, differences, seeds=1)).split("\n\n")
+
+    assert [line.split() for line in quality.splitlines()] == [
+        ["quality", "accuracy", "nll"],
+        ["one", "0.5", "1"],
+        ["two", "0.7", "0.9"],
+    ]
+    assert [line.split() for line in cost.splitlines()[1:]] == [
+        ["one", "123,456"],
+        ["two", "1,234,567"],
+    ]
+    assert compared.splitlines()[1].split() == ["two", "+0.2", "±", "0.1*", "-0.1", "±", "0.2"]
+    assert "another run may differ more" in legend
+    assert "another run" not in str(Comparison(scores, differences, seeds=2))

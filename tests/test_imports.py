@@ -14,7 +14,7 @@ from source import MODULES, imported_modules, imports
 import embens
 
 ORDER = (
-    ["checks", "trees", "modes", "markdown", "optimizers", "synonyms"],
+    ["checks", "trees", "modes", "markdown", "optimizers", "synonyms", "flops"],
     ["laws", "files", "logits", "mixtures", "sources", "differences"],
     ["metrics"],
     ["networks", "pictures", "conformal", "uncertainty", "fields", "folders", "losses"],

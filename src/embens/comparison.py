@@ -23,6 +23,7 @@ from embens.differences import Comparison, paired_differences
 from embens.ensemble import EmbeddedEnsemble
 from embens.evaluation import classification_scores, infer_task, match_shape, run_labelled
 from embens.families import independent
+from embens.flops import count_flops
 from embens.logits import check_labelled, log_mean_probability
 from embens.losses import Criterion, gaussian_nll, ignored_label, logits_of
 from embens.prediction import Prediction, Task
@@ -220,14 +221,10 @@ def _equal_compute(candidates: Mapping[str, Candidate], train: Any, epochs: int)
 
 def _step_cost(ensemble: EmbeddedEnsemble, train: Any) -> int:
     """Return the floating-point operations of a forward and backward pass of a few rows."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     batch = next(iter(batches_of(train, 8, seed=None, **reading_options(ensemble)).epoch(0)))
     device = next(ensemble.parameters()).device
     args, kwargs = ensemble.bind(map_tensors(lambda tensor: tensor.to(device), batch.inputs))
-    with FlopCounterMode(display=False) as counter:
-        logits_of(ensemble(*args, **kwargs)).sum().backward()
-    return counter.get_total_flops()
+    return count_flops(lambda: logits_of(ensemble(*args, **kwargs)).sum().backward())
 
 
 @dataclass(frozen=True)

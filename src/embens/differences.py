@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 LEVEL = 0.95
 """Probability of the intervals."""
 LEAST_NAME_WIDTH = 7  # characters of the first column of a table
+COSTS = ("parameters", "training_seconds", "inference_seconds", "epochs", "lr")
+DETAILS = ("member_accuracy", "disagreement", "correctness_correlation", "temperature")
+"""Scores that the text leaves out."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +67,23 @@ class Comparison:
     """The result of :func:`compare`.
 
     Attributes:
-        scores: Quality and cost by candidate, means over seeds.
+        scores: Quality and cost by candidate, means over seeds. The printed text leaves some out.
         differences: Paired differences to the first candidate.
         seeds: Number of training runs of each candidate.
 
     Example:
         >>> scores = {"one": {"accuracy": 0.5}, "batch": {"accuracy": 0.75}}
         >>> gain = Difference("batch", "one", "accuracy", 0.25, 0.125, 0.375)
-        >>> print(Comparison(scores, [gain], seeds=1))
-                accuracy
+        >>> print(Comparison(scores, [gain], seeds=3))
+        quality accuracy
         one          0.5
         batch       0.75
         <BLANKLINE>
-        difference to one, 95 % intervals over test rows (one training run each)
-                                 accuracy
-        batch        +0.25 [+0.125, +0.375]
+        minus one      accuracy
+        batch     +0.25 ± 0.12*
+        <BLANKLINE>
+        ±: 95 % interval over test rows and 3 training runs. *: the interval excludes 0.
+        A higher accuracy is better, and lower values of the other metrics.
     """
 
     scores: dict[str, dict[str, float]]
@@ -86,19 +91,22 @@ class Comparison:
     seeds: int
 
     def __str__(self) -> str:
-        columns = list(next(iter(self.scores.values())))
+        columns = next(iter(self.scores.values()))
+        costs = [name for name in columns if name in COSTS]
+        quality = [name for name in columns if name not in (*COSTS, *DETAILS)]
+        blocks = [self._score_table("quality", quality)]
+        if costs:
+            blocks.append(self._score_table("cost", costs))
+        if self.differences:
+            blocks += [self._difference_table(), self._legend()]
+        return "\n\n".join(blocks)
+
+    def _score_table(self, heading: str, columns: list[str]) -> str:
+        """Return some of the scores as text, with a row per candidate."""
         rows = []
         for name, scores in self.scores.items():
-            rows.append([name, *(f"{scores[column]:.4g}" for column in columns)])
-        text = _text_table(["", *columns], rows)
-        if not self.differences:
-            return text
-        source = "test rows (one training run each)"
-        if self.seeds > 1:
-            source = f"test rows and {self.seeds} training runs"
-        baseline = self.differences[0].baseline
-        heading = f"difference to {baseline}, 95 % intervals over {source}"
-        return f"{text}\n\n{heading}\n{self._difference_table()}"
+            rows.append([name, *(_number_text(scores[column]) for column in columns)])
+        return _text_table([heading, *columns], rows)
 
     def _difference_table(self) -> str:
         """Return the differences as text, with a row per candidate and a column per metric."""
@@ -106,9 +114,25 @@ class Comparison:
         rows: dict[str, list[str]] = {}
         for difference in self.differences:
             cells = rows.setdefault(difference.candidate, [difference.candidate])
-            interval = f"[{difference.low:+.3g}, {difference.high:+.3g}]"
-            cells.append(f"{difference.value:+.3g} {interval}")
-        return _text_table(["", *metrics], list(rows.values()))
+            half_width = (difference.high - difference.low) / 2
+            is_clear = difference.low > 0 or difference.high < 0
+            star = "*" if is_clear else " "
+            cells.append(f"{difference.value:+.3g} ± {half_width:.2g}{star}")
+        heading = f"minus {self.differences[0].baseline}"
+        return _text_table([heading, *metrics], list(rows.values()))
+
+    def _legend(self) -> str:
+        """Return what the signs in the table of differences mean."""
+        if self.seeds > 1:
+            source = f"over test rows and {self.seeds} training runs"
+        else:
+            source = "over test rows; one training run each, another run may differ more"
+        lines = [f"±: 95 % interval {source}. *: the interval excludes 0."]
+        if "accuracy" in next(iter(self.scores.values())):
+            lines.append("A higher accuracy is better, and lower values of the other metrics.")
+        else:
+            lines.append("Lower values are better.")
+        return "\n".join(lines)
 
     def to_pandas(self, table: Literal["scores", "differences"] = "scores") -> pandas.DataFrame:
         """Return one of the two tables as a data frame.
@@ -135,6 +159,13 @@ class Comparison:
         if table == "scores":
             return pandas.DataFrame.from_dict(self.scores, orient="index")
         return pandas.DataFrame([asdict(difference) for difference in self.differences])
+
+
+def _number_text(value: float) -> str:
+    """Return a score with four digits, and a large number as a whole one."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def _text_table(header: list[str], rows: list[list[str]]) -> str:
