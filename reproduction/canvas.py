@@ -55,6 +55,7 @@ def make_canvas(figure: Figure) -> Any:
     legend_rows = _count_legend_rows(figure, columns)
     size = (_PANEL_SIZE[0] * columns, _PANEL_SIZE[1] * rows + 0.22 * legend_rows + 0.4)
     canvas = Canvas(figsize=size, layout="constrained")
+    canvas.get_layout_engine().set(w_pad=0.08)  # in inches, between the labels of two panels
     canvas.suptitle(_wrap(figure.title, _PICTURE_LETTERS * columns), fontsize=_FONT_SIZE + 2)
     for index, panel in enumerate(figure.panels):
         axes = canvas.add_subplot(rows, columns, index + 1)
@@ -276,4 +277,4 @@ def _tick_text(value: float) -> str:
         return f"{value / 1e6:g}M"
     if abs(value) >= 1e4:
         return f"{value / 1e3:g}k"
-    return f"{value:.6f}".rstrip("0").rstrip(".")
+    return f"{value:.6f}".rstrip("0").rstrip(".").replace("-", "−")

@@ -28,6 +28,9 @@ LABELS = {
     "calibration": "calibration error",
     "auroc": "area under the ROC curve",
     "inference_seconds": "seconds per 1,000 images",
+    "drift": "relative change of the kernel",
+    "prediction_error": "relative error of predictions",
+    "kurtosis": "excess kurtosis",
 }
 """Axis labels of columns; other columns are labelled by their names."""
 
@@ -267,5 +270,5 @@ def shades(values: Iterable[Any], colour_map: str = "viridis") -> dict[Any, str]
     distinct = sorted(set(values))
     colours = matplotlib.colormaps[colour_map]
     scale = max(1, len(distinct) - 1)
-    # The lightest 8 % of a map are hard to see on white.
-    return {value: to_hex(colours(0.92 * index / scale)) for index, value in enumerate(distinct)}
+    # The lightest fifth of a map is hard to see on white and in grey.
+    return {value: to_hex(colours(0.8 * index / scale)) for index, value in enumerate(distinct)}

@@ -225,6 +225,8 @@ def plot(table: Frame) -> Figure:
 
     all_panels = panels(draw_both, titles_of_both(Rows(table)), "width")
     for sites in ("u", "v"):
+        if not (table["sites"] == sites).any():
+            continue
         text = state(partial(lowest_loss_text, Rows(table), sites), f"{sites} alone")
         all_panels += panels(partial(draw, rows_with(sites)), {"nll": text}, "width")
     return Figure(all_panels)

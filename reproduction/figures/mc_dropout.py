@@ -161,10 +161,12 @@ def titles_of_kind(rows: Rows, kind: str) -> dict[str, str]:
     """Return the titles of the panels of one kind of masks, with their results."""
 
     def accuracy() -> str:
+        if rows["width"].nunique() == 1:
+            return f"{kind}: accuracy {100 * rows.last('masks').mean('accuracy'):.1f} %"
         texts = []
         for width, rows_of_width in rows.by("width"):
-            texts.append(f"{rows_of_width.best('masks'):g} (×{width:g})")
-        return f"{kind}: best M {', '.join(texts)}"
+            texts.append(f"{rows_of_width.best('masks'):g} at width ×{width:g}")
+        return f"{kind}: best M={', '.join(texts)}"
 
     def members() -> str:
         return f"{kind}: members {100 * rows.slope('masks', 'member_accuracy'):+.1f} % per doubling"
@@ -185,7 +187,7 @@ def plot(table: Frame) -> Figure:
     all_panels = []
     for kind in (FRESH_SHIFTED, FRESH_CENTRED, FIXED):
         rows = table[table["kind"] == kind]
-        draw = partial(curves, rows, "masks", by="width", label="×{}", colours=colours)
+        draw = partial(curves, rows, "masks", by="width", label="width ×{}", colours=colours)
         titles = titles_of_kind(Rows(rows), kind)
         all_panels += panels(baselines.with_lines(draw, table), titles, "masks M")
     return Figure(all_panels, columns=3)

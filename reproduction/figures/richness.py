@@ -267,7 +267,7 @@ def rich_to_lazy(rows: Rows, column: str) -> str:
     """Return a title with the mean of a column at p ≥ 0.9, at the richest and laziest scale."""
     coupled = rows.between("p", 0.9)
     rich, lazy = (part.mean(column) for part in (coupled.first("scale"), coupled.last("scale")))
-    return f"{column}, p ≥ 0.9: {rich:.2f} if rich, {lazy:.2f} if lazy"
+    return f"{rich:.2f} if rich, {lazy:.2f} if lazy (p ≥ 0.9)"
 
 
 def plot(table: Frame) -> Figure:
@@ -278,6 +278,6 @@ def plot(table: Frame) -> Figure:
     for column, label in (("c", "collective part c"), ("change", "change of features")):
         for width, rows in smallest_loss.groupby("width"):
             title = state(partial(rich_to_lazy, Rows(rows), column), label)
-            title = f"×{width:g}, {title}"
+            title = f"width ×{width:g}: {title}"
             all_panels.append(Panel(title, "shift p", label, draw(rows, y=column)))
     return Figure(all_panels, columns=max(1, smallest_loss["width"].nunique()))

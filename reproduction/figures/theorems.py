@@ -22,7 +22,7 @@ from embens.finite import nngp, ntk, ntk_drift
 from embens.theory import gradient_descent, kernels
 from reproduction.claims import Claim, difference
 from reproduction.convergence import convergence_claims, coupling_claim, exponent_claim
-from reproduction.drawing import GREY, PALETTE, Figure, Panel, curves, panels, shades, state
+from reproduction.drawing import GREY, PALETTE, Figure, Mark, Panel, curves, panels, shades, state
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.grid.settings import load_data
 from reproduction.rows import Frame, Rows, where
@@ -323,6 +323,7 @@ CLAIMS = [
 ]
 
 
+THEORY = [Mark("theory: 1/width", exponent=-1.0)]
 TRAINED = {"drift": "A3: change of the kernel", "prediction_error": "error of the limit"}
 """Quantities of trained networks, in words."""
 
@@ -354,7 +355,7 @@ def plot(table: Frame) -> Figure:
     for column, text in KERNEL_ERRORS.items():
         title = state(partial(exponent_text, Rows(table), column, text), text)
         error = "relative mean squared error"
-        all_panels.append(Panel(title, "units", error, by_case(column), x_log=10, y_log=10))
+        all_panels.append(Panel(title, "units", error, by_case(column), 10, 10, THEORY))
     coupling = [
         *by_case("ntk_coupling"),
         *by_case("ntk_coupling_limit", label="{}, limit", style="dash"),
@@ -363,7 +364,7 @@ def plot(table: Frame) -> Figure:
         Panel(
             "coupling: zero if the last u is centred",
             "units",
-            "cross/same",
+            "between over within members",
             coupling,
             x_log=10,
         )
@@ -371,12 +372,13 @@ def plot(table: Frame) -> Figure:
     exponent = partial(slope_text, Rows(table), "kurtosis")
     title = state(lambda: f"A1: excess kurtosis of outputs ∝ width^{exponent()}", "A1: kurtosis")
     kurtosis = {"kurtosis": title}
-    all_panels += panels(by_case, kurtosis, "units", x_log=10, y_log=10)
+    marks = {"kurtosis": THEORY, "drift": THEORY}
+    all_panels += panels(by_case, kurtosis, "units", x_log=10, y_log=10, marks=marks)
     training = {}
     for column, text in TRAINED.items():
         title = state(partial(slope_text, Rows(table), column), "")
         training[column] = f"{text} ∝ width^{title}" if title else text
-    all_panels += panels(by_step, training, "units", x_log=10, y_log=10)
+    all_panels += panels(by_step, training, "units", x_log=10, y_log=10, marks=marks)
     stages = curves(table, "stage", "target_part", label="target class", colours=GREY)
     all_panels.append(
         Panel(

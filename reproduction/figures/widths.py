@@ -13,7 +13,7 @@ from embens import embed
 from reproduction import baselines
 from reproduction.baselines import baseline_rows, ensemble_rows
 from reproduction.claims import Claim, growth_of_best
-from reproduction.drawing import LABELS, Curve, Figure, Panel, curves, panels, shades, state
+from reproduction.drawing import LABELS, Curve, Figure, Mark, Panel, curves, panels, shades, state
 from reproduction.figures.transition import AROUND_BEST, MEMBERS
 from reproduction.grid.cells import Cell, Row, sweep
 from reproduction.rows import Frame, MissingCellsError, Rows
@@ -153,14 +153,15 @@ def plot(table: Frame) -> Figure:
 
     def draw_both(x: str, y: str, style: str = "line", ends: str = "") -> list[Curve]:
         draw = partial(curves, x=x, y=y, by="width", colours=colours)
-        all_curves = draw(embedded, label="×{}", style=style)
-        for curve in draw(separate, label="×{}, separate", style="dash"):
+        all_curves = draw(embedded, label="width ×{}", style=style)
+        for curve in draw(separate, label="width ×{}, separate", style="dash"):
             all_curves.append(replace(curve, ends=ends))
         return all_curves
 
     ends = f"{baselines.NETWORKS} were trained"
     titles = titles_against_members(ensemble_rows(Rows(table)))
-    against_members = panels(partial(draw_both, "members", ends=ends), titles)
+    marks = {"accuracy": [Mark("paper: best M=7 at width ×1", x=7.0)]}
+    against_members = panels(partial(draw_both, "members", ends=ends), titles, marks=marks)
     advantage = state(
         lambda: (
             f"(d) {100 * advantage_at_equal_size(Rows(table)):+.1f} % against separate "
