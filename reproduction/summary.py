@@ -5,14 +5,14 @@ from functools import partial
 
 from reproduction.competitors import (
     FOUR_NETWORKS,
-    NORMAL,
     ONE,
     SEPARATE,
     SIGNS,
     TWO_NETWORKS,
+    WIDE,
     colours_of_systems,
 )
-from reproduction.drawing import Figure, curves, panels, state
+from reproduction.drawing import Curve, Figure, curves, panels, state
 from reproduction.rows import Frame, Rows
 
 TWO = SIGNS[0]
@@ -22,14 +22,10 @@ COLUMNS = {
     "scaled_nll": ("log loss after scaling", "{:.2f}"),
 }
 """Columns of the summary: label and format of a value."""
-SUMMARISED = (ONE, SEPARATE, NORMAL, *SIGNS[:2], TWO_NETWORKS)
+SUMMARISED = (ONE, WIDE, SEPARATE, TWO_NETWORKS, *SIGNS[:2])
 """Systems of the summary."""
-LABELS = {
-    TWO: "two members (signs)",
-    SIGNS[1]: "four members (signs)",
-    NORMAL: "four members (normal)",
-}
-"""Names of systems in the legend, if they differ."""
+MEMBERS = {TWO: "two members", SIGNS[1]: "four members"}
+"""Ensembles inside one network, with their names in the legend."""
 SAME_NETWORKS = {TWO_NETWORKS: 2, FOUR_NETWORKS: 4}
 """Budgets at which M networks are the separate networks."""
 
@@ -47,7 +43,7 @@ def draw_summary(table: Frame) -> Figure:
     for panel, (label, _) in zip(
         panels(draw, titles, "compute of training, in networks"), COLUMNS.values(), strict=True
     ):
-        named = [replace(each, label=LABELS.get(each.label, each.label)) for each in panel.curves]
+        named = [named_curve(curve) for curve in panel.curves]
         all_panels.append(replace(panel, y_label=label, curves=named))
     guessing = float(table["guessing"].mean())
     all_panels[1] = replace(
@@ -56,6 +52,13 @@ def draw_summary(table: Frame) -> Figure:
     return Figure(
         all_panels, title="Equal compute: members, separate networks, or one network trained longer"
     )
+
+
+def named_curve(curve: Curve) -> Curve:
+    """Return a curve with its name in the legend; those of networks are dashed."""
+    if curve.label in MEMBERS:
+        return replace(curve, label=MEMBERS[curve.label])
+    return replace(curve, style="dash")
 
 
 def with_same_networks(table: Frame) -> Frame:

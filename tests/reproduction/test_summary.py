@@ -28,7 +28,8 @@ def test_it_states_values_of_the_strongest_competitors_at_the_largest_budget():
     assert accuracies.title == "accuracy at 2 ×: two members 60.0%, one network 50.0%"
     assert losses.title == "log loss at 2 ×: two members 0.40, one network 0.50"
     assert "guessing: 2.77" in losses.y_label
-    assert [curve.label for curve in accuracies.curves] == [ONE, "two members (signs)"]
+    assert [curve.label for curve in accuracies.curves] == [ONE, "two members"]
+    assert [curve.style for curve in accuracies.curves] == ["dash", "line"]
 
 
 def test_it_includes_separate_networks_if_they_were_measured():
