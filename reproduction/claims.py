@@ -42,6 +42,7 @@ of a curve to another uses the standard deviation :math:`s_B` over bootstrap sam
 Both equal Student's interval if :math:`T` is the mean of one value per seed.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -76,7 +77,8 @@ def rise_and_fall(selection: Selection, x: str = "members") -> Statistic:
 def growth_of_best(selection: Selection, x: str = "members") -> Statistic:
     """Return the exponent of the best ``x`` in the width, as a mean over seeds.
 
-    It is not defined if a wider network was measured up to a smaller ``x`` than a narrower one.
+    It is not defined if a wider network was measured up to a smaller ``x`` than a narrower one, or
+    if neighbouring values of ``x`` are so far apart that a moderate growth cannot be seen.
     Seeds that lack the largest ``x`` do not count, because their best one may be larger.
     """
 
@@ -85,6 +87,7 @@ def growth_of_best(selection: Selection, x: str = "members") -> Statistic:
         largest = [float(of_width[x].max()) for _, of_width in selected.by("width")]
         if largest != sorted(largest):
             raise MissingCellsError(f"as many {x} at every width")
+        _check_resolution(selected, x)
         exponents = []
         for _, rows_of_seed in selected.by("seed"):
             if rows_of_seed[x].max() < selected[x].max():
@@ -97,6 +100,17 @@ def growth_of_best(selection: Selection, x: str = "members") -> Statistic:
         return statistics.fmean(exponents)
 
     return exponent
+
+
+COARSEST = 2.5
+"""Largest ratio of neighbouring numbers of members at which a best one is compared."""
+
+
+def _check_resolution(rows: Rows, x: str) -> None:
+    values = sorted(float(value) for value in rows[x].unique())
+    for smaller, larger in itertools.pairwise(values):
+        if larger > COARSEST * smaller:
+            raise MissingCellsError(f"cells with {x} between {smaller:g} and {larger:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,14 @@ def test_seeds_without_the_largest_members_do_not_count_in_the_growth_of_the_bes
     assert growth_of_best(lambda rows: rows)(Rows(incomplete)) == pytest.approx(2.0)
 
 
+def test_the_growth_of_the_best_needs_neighbouring_numbers_of_members():
+    table = table_with_quadratic_growth_of_best()
+    some = sorted(table["members"].unique())
+    coarse = table[~table["members"].isin(some[1:3])]
+    with pytest.raises(MissingCellsError, match="between"):
+        growth_of_best(lambda rows: rows)(Rows(coarse))
+
+
 def test_a_trend_is_the_slope_of_some_rows():
     table = pandas.DataFrame({"k": list("aab"), "members": [1, 2, 4], "y": [1.0, 2.0, 9.0]})
     assert slope(lambda rows: rows.where(k="a"), "y")(Rows(table)) == 1.0
