@@ -61,6 +61,7 @@ MIXING = [
     ("amax", ([],)),
     ("getitem", ((slice(None), (0, 1), (1, 2)),)),
     ("getitem", ((slice(None), True),)),
+    ("expand", (Value(Domain.SHARED, None, "rows"), 4, 6, 6)),
 ]
 
 

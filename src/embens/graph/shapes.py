@@ -173,6 +173,8 @@ def infer_reshape(name: str, args: list[Any], kwargs: dict[str, Any]) -> Value:
     if has_rows:
         if name == "repeat":
             raise Unfoldable("'repeat' repeats the batch")
+        if name == "expand" and value.rank != len(sizes):
+            raise Unfoldable("'expand' moves the batch to another axis")
         if first.domain is Domain.MEMBER and value.domain is Domain.SHARED:
             raise Unfoldable(f"{name!r} uses the number of rows of another value")
         return Value(value.domain, len(sizes))
