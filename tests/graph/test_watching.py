@@ -37,6 +37,15 @@ def test_code_that_looks_at_values_is_followed():
     assert watch_flow(Looking(), torch.randn(4, 3)).upstream == {"a": set(), "b": {"a"}}
 
 
+class Copying(Looking):
+    def forward(self, x):
+        return self.b(copy.deepcopy(self.a)(torch.tanh(self.a(x))))
+
+
+def test_copies_of_layers_that_the_code_makes_are_followed():
+    assert watch_flow(Copying(), torch.randn(4, 3)).upstream == {"a": set(), "b": {"a"}}
+
+
 def test_keyword_arguments_are_passed_as_a_dictionary():
     assert watch_flow(Looking(), {"x": torch.randn(4, 3)}).first == {"a"}
 

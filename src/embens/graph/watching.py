@@ -50,7 +50,8 @@ def watch_flow(reference: nn.Module, example_input: Any) -> Flow:
         leaves = tree_leaves(example_input)
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
         raise ValueError(
-            f"the reference could not be called on example_input (shapes {shapes}): {error}"
+            f"the reference could not be called on example_input (shapes {shapes}): {error}. Pass "
+            "a batch that it accepts."
         ) from error
 
 
@@ -180,7 +181,10 @@ class _Watcher(TorchFunctionMode):
             if self.leaf_depth:
                 return
             trails = inputs.pop()
-            name = self.reader.names[id(module)]
+            name = self.reader.names.get(id(module))
+            if name is None:  # a copy that the code has made
+                self.mark(output, self.reader.apply_operation(type(module).__name__, trails, ()))
+                return
             tensors = _tensors((args, kwargs))
             positions = any(tensor.dim() > 2 for tensor in tensors)
             trail = self.reader.apply_module(module, name, trails, positions=positions)
