@@ -1,9 +1,12 @@
 """Code that depends on modes, attributes, globals and closures: every call follows their values."""
 
+import collections
 import functools
 import os
+import random
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,8 @@ from trust.story import follow, grow_up, quiet, x_of
 SCALE = 1.0
 TABLE = {"scale": 1.0, "nested": {"scale": [1.0]}}
 LEVELS = [1.0, 2.0]
+VIEW, PROXY = TABLE.values(), types.MappingProxyType(TABLE)
+CHAIN, WRAPPED = collections.ChainMap({}, TABLE), collections.UserDict(scale=1.0)
 OBJECT = types.SimpleNamespace(scale=1.0, inner=types.SimpleNamespace(scale=1.0))
 MODULE = types.ModuleType("settings")
 MODULE.SCALE = 1.0
@@ -312,6 +317,22 @@ GLOBALS = {
         lambda s, h: h * TABLE["nested"]["scale"][0],
         lambda m: TABLE["nested"]["scale"].__setitem__(0, 2.0),
     ),
+    "values of a dictionary": (
+        lambda s, h: h * next(iter(VIEW)),
+        lambda m: TABLE.update(scale=2.0),
+    ),
+    "proxy of a dictionary": (
+        lambda s, h: h * PROXY["scale"],
+        lambda m: TABLE.update(scale=2.0),
+    ),
+    "chain of dictionaries": (
+        lambda s, h: h * CHAIN["scale"],
+        lambda m: TABLE.update(scale=2.0),
+    ),
+    "dictionary of another class": (
+        lambda s, h: h * WRAPPED["scale"],
+        lambda m: WRAPPED.update(scale=2.0),
+    ),
     "list": (lambda s, h: h * LEVELS[0], lambda m: LEVELS.__setitem__(0, 2.0)),
     "length of a list": (lambda s, h: h * len(LEVELS), lambda m: LEVELS.append(2.0)),
     "object": (lambda s, h: h * OBJECT.scale, lambda m: setattr(OBJECT, "scale", 2.0)),
@@ -372,6 +393,7 @@ def restored():
     yield
     TABLE.clear()
     TABLE.update(table)
+    WRAPPED["scale"] = 1.0
     LEVELS[:] = [1.0, 2.0]
     OBJECT.scale = OBJECT.inner.scale = Options.scale = MODULE.SCALE = MODULE.inner.SCALE = 1.0
     Options.levels[:] = [1.0]
@@ -392,3 +414,22 @@ def test_changed_variables_are_followed(case):
     ensemble = grow_up(Net(run), "batch ensemble")
     x = x_of()
     follow(ensemble, [x, change, x])
+
+
+default_rng = np.random.default_rng
+GENERATORS = {
+    "numpy": lambda s, h: h * np.random.default_rng().random(),
+    "numpy by name": lambda s, h: h * default_rng().random(),
+    "numpy of old": lambda s, h: h * np.random.RandomState().rand(),
+    "python": lambda s, h: h * random.Random().random(),
+    "system": lambda s, h: h * random.SystemRandom().random(),
+}
+
+
+@pytest.mark.parametrize("case", GENERATORS)
+@quiet
+def test_code_that_makes_random_generators_runs_merged(case):
+    """The comparison of the first call would not see a branch that is taken in few passes."""
+    ensemble = grow_up(Net(GENERATORS[case]), "batch ensemble")
+    ensemble(x_of())
+    assert "its code calls" in ensemble.executor

@@ -17,12 +17,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from types import (
     BuiltinFunctionType,
+    ClassMethodDescriptorType,
     CodeType,
     FunctionType,
     GenericAlias,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
     UnionType,
+    WrapperDescriptorType,
 )
 from typing import Any
 
@@ -62,8 +68,10 @@ _TYPE_ATTRIBUTES = frozenset(
 """Attributes and functions that show that a traced value is not a tensor."""
 
 
-_SEED_QUERIES = frozenset("initial_seed get_rng_state".split())
-"""Functions of torch that read a random generator; a trace would keep their result."""
+_SEED_QUERIES = frozenset(
+    "initial_seed get_rng_state default_rng RandomState SeedSequence Random SystemRandom".split()
+)
+"""Functions that read or make a random generator; a trace would keep their result."""
 
 
 _ANY_NAME = frozenset("__dict__ __getattribute__ attrgetter getattr_static".split())
@@ -76,6 +84,13 @@ _UNCALLED = frozenset(
     "__module__ __annotations__ __slotnames__ __abstractmethods__ _abc_impl".split()
 )
 """Entries of classes that a forward does not call implicitly."""
+
+
+_STATELESS_BUILTINS = (
+    *(object, property, type(NotImplemented), GetSetDescriptorType, MemberDescriptorType),
+    *(WrapperDescriptorType, MethodWrapperType, MethodDescriptorType, ClassMethodDescriptorType),
+)
+"""Builtin types without attributes whose objects do not change; others may be views of a value."""
 
 
 _METHODS_IN_C = (type(list.append), type(list.__add__), type([].__add__), type(torch.Tensor.shape))
@@ -224,6 +239,8 @@ class Guard:
             return
         if any(value is query for query in _TYPE_QUERIES):
             self._refuse(f"its code calls {value.__name__!r} by another name")
+        if str(getattr(value, "__name__", "")) in _SEED_QUERIES:
+            self._refuse(f"its code calls {value.__name__!r}")
         if isinstance(value, functools.singledispatchmethod):
             self._refuse("its code chooses methods by the types of values")
         if isinstance(value, FunctionType) and value.__name__ in _TYPE_ATTRIBUTES:
@@ -272,15 +289,18 @@ class Guard:
         for name in self.names - attributes.keys():
             if hasattr(value, "__dict__"):
                 self.variables.append((vars(value), name, _MISSING))
+        is_wrapper = any(cls.__module__ == "collections" for cls in type(value).__mro__)
         for name, item in attributes.items():
-            if self._is_read(name):
+            # Methods of UserDict, ChainMap, … read attributes that the user's code does not name.
+            if is_wrapper or self._is_read(name):
                 self.attributes.append((value, name, item))
                 self._push(item)
         if has_hidden_state(value):
             self._refuse(f"its code may read an object of type {type(value).__name__!r}")
         is_known = is_container or hasattr(value, "__dict__") or attributes
-        package = type(value).__module__.partition(".")[0]
-        if not is_known and package not in _LIBRARIES:
+        package = str(type(value).__module__).partition(".")[0]
+        is_known = is_known or (package in _LIBRARIES and package != "builtins")
+        if not is_known and type(value) not in _STATELESS_BUILTINS:
             self._refuse(f"its code may read an object of type {type(value).__name__!r}")
         self._push(type(value))
 
@@ -289,7 +309,7 @@ class Guard:
         if type(cls) is not type:
             self._push(type(cls))  # properties of a metaclass are read from the class
         for parent in cls.__mro__:
-            package = parent.__module__.partition(".")[0]
+            package = str(parent.__module__).partition(".")[0]
             if package in _LIBRARIES:
                 continue
             if package != "types" and self._is_foreign(package):

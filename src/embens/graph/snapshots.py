@@ -165,7 +165,8 @@ def generator_state(value: Any) -> Any:
     """Return the state of a random generator of Python or numpy; None for other objects."""
     if isinstance(value, random.Random):
         return value.getstate()
-    if type(value).__module__.startswith("numpy.random"):
+    # The module of a class of Cython is a descriptor.
+    if str(type(value).__module__).startswith("numpy.random"):
         generator = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
         return None if generator is None else repr(generator.state)
     return None
