@@ -1,7 +1,10 @@
 """Code that reaches weights in unusual ways sees those of one member, or is refused."""
 
+import copy
 import functools
+import types
 import weakref
+from collections import UserList
 
 import pytest
 import torch
@@ -182,6 +185,57 @@ def test_weights_in_attributes_are_those_of_the_member_or_refused(case, family):
     expected = grow_up(twin, family)
     torch.testing.assert_close(ensemble(x_of()), expected(x_of()))
     torch.testing.assert_close(ensemble.member(1)(x_of()), expected(x_of())[1])
+
+
+def in_an_object(s):
+    s.store = types.SimpleNamespace(weight=s.b.weight)
+
+
+def in_a_nested_object(s):
+    s.store = [types.SimpleNamespace(inner={"b": types.SimpleNamespace(weight=s.b.weight)})]
+
+
+def in_a_set(s):
+    s.store = {s.b.weight}
+
+
+def as_a_key(s):
+    s.store = {s.b.weight: 1.0}
+
+
+def in_a_list_of_another_class(s):
+    s.store = UserList([s.b.weight])
+
+
+HIDDEN = {
+    in_an_object: lambda s, h: s.out(F.linear(h, s.store.weight)),
+    in_a_nested_object: lambda s, h: s.out(F.linear(h, s.store[0].inner["b"].weight)),
+    in_a_set: lambda s, h: s.out(F.linear(h, next(iter(s.store)))),
+    as_a_key: lambda s, h: s.out(F.linear(h, next(iter(s.store)))),
+    in_a_list_of_another_class: lambda s, h: s.out(F.linear(h, s.store[0])),
+}
+
+
+@pytest.mark.parametrize("prepare", HIDDEN, ids=lambda prepare: prepare.__name__)
+@quiet
+def test_weights_in_other_objects_are_refused_by_name(prepare):
+    ensemble = grow_up(Net(HIDDEN[prepare], prepare), "batch ensemble")
+    with pytest.raises(ValueError, match=r"finds the tensor 'b\.weight' in an object"):
+        ensemble(x_of())
+    with pytest.raises(ValueError, match=r"finds the tensor 'b\.weight' in an object"):
+        ensemble.member(0)
+    with pytest.raises(ValueError, match=r"finds the tensor 'b\.weight' in an object"):
+        embens.embed(Net(HIDDEN[prepare], prepare), 3, own="b")
+    # Members of this family do not differ in the layer b.
+    follow(grow_up(Net(HIDDEN[prepare], prepare), "last layer"), [x_of()])
+
+
+@quiet
+def test_an_optimizer_in_an_attribute_that_the_forward_does_not_use_is_no_problem():
+    def prepare(s):
+        s.optimizer = torch.optim.SGD(s.parameters(), 0.1)
+
+    follow(grow_up(Net(plain, prepare), "batch ensemble"), [x_of()])
 
 
 def closed(s):
@@ -370,3 +424,29 @@ def test_gradients_that_the_forward_switches_off_are_refused():
 
     with pytest.raises(RuntimeError, match="switches gradients of a parameter off"):
         grow_up(Net(run), "batch ensemble")(x_of())
+
+
+def copied_layer(s, h):
+    return s.out(s.b(copy.deepcopy(s.b)(h)))
+
+
+def trained_inside(s, h):
+    optimizer = torch.optim.SGD(s.b.parameters(), 0.1)
+    s.b(h).square().mean().backward()
+    optimizer.step()
+    return s.out(s.b(h))
+
+
+ONLY_LEAVES = {copied_layer: "copy.deepcopy", trained_inside: "makes an optimizer"}
+
+
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("run", ONLY_LEAVES, ids=lambda run: run.__name__)
+@quiet
+def test_code_that_needs_leaves_is_refused_by_name(run, example):
+    if example and run is trained_inside:
+        pytest.skip("examples are called without gradients")
+    options = {"example_input": x_of()} if example else {}
+    ensemble = grow_up(Net(run), "batch ensemble", **options)
+    with pytest.raises(RuntimeError, match=ONLY_LEAVES[run]):
+        ensemble(x_of())

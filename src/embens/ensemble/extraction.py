@@ -42,6 +42,7 @@ def plain_member(
     with torch.no_grad():
         computed = evaluated_tensors(reference)
         tensors = member_tensors(reference, ensemble.layers, spec, member_values, computed)
+        ensemble.merged.check_hidden(tensors)
         return plain_network(
             ensemble,
             {**computed, **tensors},

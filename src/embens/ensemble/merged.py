@@ -10,7 +10,7 @@ backward pass finds the member's weights.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from embens.ensemble.binding import private_arguments
 from embens.ensemble.changes import BufferChange, StateGuard
 from embens.ensemble.copies import Attributes, MemberCopy, structure_of
-from embens.ensemble.outside import OutsideState
+from embens.ensemble.outside import OutsideState, find_hidden, refuse_hidden
 from embens.ensemble.parametrizations import computed_tensors
 from embens.ensemble.separation import separate_buffer
 from embens.ensemble.weights import member_tensors, modulations_by_layer
@@ -49,6 +49,7 @@ class MergedExecutor:
         self.changed_names: set[str] = set()  # attributes that the user's code has changed
         self.is_noted = True  # whether ``changed_names`` includes the changes of the latest pass
         self.outside: OutsideState | None = None  # None: the code is that of torch
+        self.hidden: list[str] | None = None  # tensors that the code finds in objects
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
@@ -90,6 +91,7 @@ class MergedExecutor:
         if has_user_code(self.ensemble.reference):
             self.outside = OutsideState(self.ensemble.reference)
         self.reference_attributes = Attributes(self.ensemble.reference)
+        self.hidden = None
         for copied, member_attributes in zip(self.copies, attributes, strict=True):
             copied.set_attributes(member_attributes)
 
@@ -117,6 +119,18 @@ class MergedExecutor:
                 for values in attributes.values():
                     self.changed_names.update(values)
         return self.changed_names
+
+    def check_hidden(self, tensors: Collection[str]) -> None:
+        """Raise ValueError if the code finds a tensor of a member in an object or a set.
+
+        Args:
+            tensors: Names of the tensors that differ between members.
+        """
+        if self.hidden is None:
+            self.hidden = find_hidden(self.ensemble.reference)
+        for name in self.hidden:
+            if name in tensors:
+                refuse_hidden(name)
 
     def run_members(
         self,
@@ -165,6 +179,7 @@ class MergedExecutor:
         tensors = member_tensors(
             ensemble.reference, ensemble.layers, ensemble.spec, member_values, computed
         )
+        self.check_hidden(tensors)
         scales = modulations_by_layer(ensemble.spec, member_values)
         copied = self.copies[a]
         args, kwargs = private_arguments(args, kwargs)
@@ -198,6 +213,12 @@ class MergedExecutor:
         try:
             return module(*args, **kwargs)
         except ValueError as error:
+            if "can't optimize a non-leaf Tensor" in str(error):
+                raise RuntimeError(
+                    "the forward of the reference makes an optimizer, but members share their "
+                    "parameters. Use torch.autograd.grad and torch.func.functional_call, or train "
+                    "outside of the forward."
+                ) from error
             if "Cannot assign non-leaf Tensor" not in str(error):
                 raise
             raise RuntimeError(
@@ -205,6 +226,12 @@ class MergedExecutor:
                 "the weights of a member are computed in each pass. Tie the weights in __init__."
             ) from error
         except RuntimeError as error:
+            if "support the deepcopy protocol" in str(error):
+                raise RuntimeError(
+                    "the forward of the reference copies a tensor that was computed with "
+                    "copy.deepcopy, as the weights of a member are. Copy layers in __init__, or "
+                    "call them with other weights by torch.func.functional_call."
+                ) from error
             if "requires_grad flags of leaf" not in str(error):
                 raise
             raise RuntimeError(

@@ -24,6 +24,7 @@ from embens import optim, synonyms
 from embens.checks import suggest
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 from embens.ensemble.merged import MergedExecutor
+from embens.ensemble.outside import find_hidden, refuse_hidden
 from embens.ensemble.separation import expand_buffers, separate_buffers
 from embens.graph.domains import Unfoldable
 from embens.graph.folding import ModuleState, fold
@@ -1097,6 +1098,9 @@ def _refuse_held_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
         for key in item.tensors:
             tensor = getattr(reference.get_submodule(item.module), key)
             separate[id(tensor)] = f"{item.module}.{key}".lstrip(".")
+    for name in find_hidden(reference) if separate else []:
+        if name in separate.values():
+            refuse_hidden(name)
     for name, module in reference.named_modules():
         if type(module).__module__.startswith("torch.nn."):
             continue  # recurrent layers have lists of their weights, which they update

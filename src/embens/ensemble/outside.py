@@ -1,7 +1,8 @@
-"""State outside of the modules that a forward changes, such as a global counter.
+"""What a forward reads or changes outside of its modules.
 
-All members share it, as separate networks in one process would. A global counter then counts the
-passes of all members, which is rarely meant, so such a change is a warning.
+All members share state outside of the modules, as separate networks in one process would. A global
+counter then counts the passes of all members, which is rarely meant, so such a change is a warning.
+A parameter that the code reads from an object, instead of its layer, is not that of a member.
 """
 
 from collections import deque
@@ -9,10 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from embens.checks import warn
 from embens.graph.guards import Guard
-from embens.graph.snapshots import MOST_OBJECTS, PLAIN, Same, SameTensor
+from embens.graph.reading import has_user_code
+from embens.graph.snapshots import MOST_OBJECTS, PLAIN, STANDARD_ATTRIBUTES, Same, SameTensor
 
 
 class OutsideState:
@@ -67,6 +70,43 @@ class OutsideState:
             elif isinstance(container, (list, deque)):
                 marks = [_mark(item) for item in container]
                 yield container, None, f"a {type(container).__name__}", marks
+
+
+def find_hidden(reference: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that the code may read from an object or a set.
+
+    Lists, tuples and dictionaries in attributes of modules are left out, as members have their
+    tensors there.
+
+    Args:
+        reference: The network.
+    """
+    if not has_user_code(reference):
+        return []
+    guard = Guard(reference, strict=False)
+    visible = set()
+    for module in reference.modules():
+        for key, value in vars(module).items():
+            if key not in STANDARD_ATTRIBUTES:
+                visible |= {id(leaf) for leaf in tree_leaves(value)}
+    names = []
+    for tensors in (reference.named_parameters, reference.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            if id(tensor) in guard.visited and id(tensor) not in visible:
+                names.append(name)
+    return names
+
+
+def refuse_hidden(name: str) -> None:
+    """Raise because the code reads a tensor in which members differ from an object.
+
+    Args:
+        name: Name of the tensor.
+    """
+    raise ValueError(
+        f"the forward of the reference finds the tensor {name!r} in an object or a set, where "
+        "members cannot have separate versions. Read it from its layer."
+    )
 
 
 def _mark(value: Any) -> Any:
