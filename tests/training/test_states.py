@@ -107,6 +107,8 @@ WEIGHT = "reference.0.weight"
         (("random", "python"), [3, [1, 2], None], "random.python must be the state"),
         (("random", "python"), [3, [-1] * 625, None], "random.python must be the state"),
         (("random", "numpy"), ["MT19937", [1], 0, 0, 0.0], "random.numpy must be the state"),
+        (("random", "numpy"), None, "random.numpy must be the state of a generator, got None"),
+        (("random", "cuda"), [torch.zeros(3)], "random.cuda must be the states of generators"),
         (("random", "os"), 1, "random has an unknown field 'os'"),
         (("generators",), [1, 2, 3], "generators must be a list of"),
         (("callbacks",), [["WeightAveraging"]], r"callbacks\[0\] must be a pair"),

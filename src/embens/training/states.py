@@ -290,8 +290,12 @@ def _check_random(fields: Fields) -> None:
         random.Random().setstate((version, tuple(words), gauss))
     except (TypeError, ValueError, IndexError, OverflowError):
         raise fields.fail("python", "the state of a generator") from None
+    if "cuda" in fields.values:
+        for state in fields.items("cuda"):
+            if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
+                raise fields.fail("cuda", "the states of generators")
     numpy = sys.modules.get("numpy")
-    if fields.get("numpy") is None or numpy is None:
+    if "numpy" not in fields.values or numpy is None:
         return
     try:
         numpy.random.RandomState().set_state(tuple(fields.items("numpy")))
