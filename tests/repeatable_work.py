@@ -22,10 +22,12 @@ from embens.training import (
     Batches,
     Checkpoint,
     ClipGradients,
+    CSVLog,
     EarlyStopping,
     KeepBest,
     Objective,
     ScheduleEveryStep,
+    TimeLimit,
     WeightAveraging,
 )
 
@@ -116,6 +118,27 @@ FITS = {
         "train": lambda: ({"input": problem.data()[0]}, problem.data()[1]),
         "make": embens.batch_ensemble,
     },
+    "batch_norm": {
+        "make": lambda _, m, **o: embens.batch_ensemble(problem.Normalised(), m, **o),
+        "callbacks": lambda: [WeightAveraging(0.9), ClipGradients(1.0)],
+    },
+    "batch_norm_of_members": {
+        "make": lambda _, m, **o: embens.independent(problem.Normalised(), m, **o),
+        "callbacks": lambda: [Autocast(torch.bfloat16), Accumulate(2)],
+        "optimizer": optim.AdamW,
+        "lr": 1e-3,
+        "scheduler": partial(optim.lr_scheduler.CosineAnnealingLR, T_max=2),
+    },
+    "fresh_masks_stopped_early": {
+        "make": lambda _, m, **o: embens.mc_dropout(problem.Normalised(), m, **o),
+        "train": lambda: loader(),
+        "validation": problem.data(20, 5),
+        "optimizer": optim.RMSprop,
+        "lr": 1e-3,
+        "epochs": 4,
+        "callbacks": lambda: [KeepBest(), EarlyStopping(1)],
+    },
+    "nadam": {"optimizer": optim.NAdam, "lr": 1e-3, "callbacks": lambda: [TimeLimit(1e6)]},
     "chunks": {"callbacks": lambda: [Objective(chunk=2)], "make": embens.batch_ensemble},
 }
 """Configurations of a run; functions are called in every process anew."""
@@ -177,6 +200,35 @@ def fitted_estimator():
     return model.fit(x.numpy(), y.numpy())
 
 
+def comparison(folder: Path) -> None:
+    """Compare two candidates at two rates; times differ."""
+    run = folder.with_name(f"run-{folder.name}")
+    generator = torch.Generator().manual_seed(1)
+    masks = embens.mc_dropout(problem.reference(), 2, generator=generator)
+    candidates = {"one": problem.reference(dropout=0.3), "masks": masks}
+    parts = [problem.data(rows, seed) for seed, rows in enumerate((40, 20, 20))]
+    options = {"lr": (0.1, 0.3), "seeds": 2, "epochs": 2, "batch_size": 16, "progress": False}
+    result = embens.compare(candidates, *parts, folder=run, **options)
+    scores = {}
+    for name, values in result.scores.items():
+        scores[name] = {key: value for key, value in values.items() if "seconds" not in key}
+    differences = [repr(difference) for difference in result.differences]
+    write_atomically(folder / "scores.json", json.dumps([scores, differences]))
+    assert not [path for path in run.rglob(".*") if path.is_file()]
+
+
+def history(folder: Path) -> None:
+    """Train with a log of each epoch, which is shorter than the checkpoints after a kill."""
+    run = folder.with_name(f"run-{folder.name}")
+    callbacks = [CSVLog(run.with_suffix(".csv")), Checkpoint(run, 1)]
+    ensemble = embens.mc_dropout(problem.reference(), 2, generator=torch.Generator().manual_seed(1))
+    embens.fit(ensemble, problem.data(), epochs=4, batch_size=16, callbacks=callbacks)
+    rows = [line.split(",") for line in run.with_suffix(".csv").read_text().splitlines()]
+    seconds = rows[0].index("seconds")
+    rows = [row[:seconds] + row[seconds + 1 :] for row in rows]
+    write_atomically(folder / "rows.json", json.dumps(rows))
+
+
 def grid(folder: Path) -> None:
     """Run a grid in this process and report; only its cells are compared, as times differ."""
     from reproduction.grid import results as summaries
@@ -197,4 +249,5 @@ def grid(folder: Path) -> None:
     write_atomically(folder / "rows.json", json.dumps([rows, entry["claims"], entry["figure"]]))
 
 
-WORKS |= {work.__name__: work for work in (kernel, fit, pretrained, estimator, grid)}
+OTHERS = (kernel, fit, pretrained, estimator, grid, comparison, history)
+WORKS |= {work.__name__: work for work in OTHERS}

@@ -199,7 +199,15 @@ class TestLeftovers:
 
 # The number of writes, renames and removals of each work. It is killed once at each of them, and at
 # 40 moments spread evenly over its run time.
-KILLS = {"kernel": 300, "fit": 155, "grid": 30, "pretrained": 30, "estimator": 15}
+KILLS = {
+    "kernel": 300,
+    "fit": 155,
+    "comparison": 80,
+    "history": 80,
+    "grid": 30,
+    "pretrained": 30,
+    "estimator": 15,
+}
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 
 

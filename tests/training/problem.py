@@ -35,6 +35,22 @@ def reference(outputs: int = 3, dropout: float = 0.0) -> nn.Module:
         )
 
 
+class Normalised(nn.Module):
+    """A perceptron with norm layers, whose first one comes before any modulation."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first, self.hidden = nn.Linear(4, 16), nn.Linear(16, 16)
+            self.last = nn.Linear(16, 3)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(16), nn.BatchNorm1d(16)])
+
+    def forward(self, x):
+        h = torch.relu(self.norms[1](self.first(self.norms[0](x))))
+        return self.last(torch.relu(self.norms[2](self.hidden(h))))
+
+
 class Remembering(nn.Module):
     """State of several kinds that a forward changes and reads again.
 
