@@ -64,7 +64,8 @@ def check_state(run: Run, template: dict[str, Any], state: Any, place: str) -> N
         if fields.get(name) is not None:
             _check_weights(run, template["ensemble"], fields, name)
     _check_optimizer(run, template["optimizer"], fields.fields("optimizer"))
-    _check_scheduler(run.scheduler, template["scheduler"], fields.fields("scheduler"))
+    schedule = fields.fields("scheduler")
+    _check_scheduler(run.scheduler, template["scheduler"], schedule, fields.get("steps"))
     _check_random(fields.fields("random", ["torch", "python"], ["cuda", "numpy"]))
     _check_callbacks(run, fields)
 
@@ -183,6 +184,7 @@ def _check_optimizer(run: Run, template: dict[str, Any], fields: Fields) -> None
     is_stock = type(run.optimizer).__module__.startswith("torch.optim")
     # The first state of each number of axes: stock optimizers have the same for all of these.
     firsts: dict[int, dict[str, Any]] = {}
+    types: dict[str, type] = {}
     for index, values in states.values.items():
         if not is_whole(index) or not 0 <= index < len(parameters):
             raise refusal(f"{states.place}: the index of a parameter", "known", index)
@@ -198,8 +200,9 @@ def _check_optimizer(run: Run, template: dict[str, Any], fields: Fields) -> None
                 if name in SCALAR_STATES:
                     expected = "one number"
                 raise state.fail(name, expected)
-            if type(value) is not type(first[name]) or isinstance(value, (bool, str)):
-                raise state.fail(name, f"like that of the first parameter, {type(first[name])}")
+            expected_type = types.setdefault(name, type(value))
+            if type(value) is not expected_type or isinstance(value, (bool, str)):
+                raise state.fail(name, f"like that of the first parameter, {expected_type}")
             if name in SCALAR_STATES and not _is_possible(name, value):
                 raise state.fail(name, "a value that an optimizer can reach")
 
@@ -228,7 +231,7 @@ def _is_possible(name: str, value: Any) -> bool:
     return math.isfinite(value)
 
 
-def _check_scheduler(scheduler: Any, template: dict[str, Any], fields: Fields) -> None:
+def _check_scheduler(scheduler: Any, template: dict[str, Any], fields: Fields, steps: int) -> None:
     """Check the attributes of a scheduler; they must not hide its methods.
 
     The attributes of a user's scheduler may have any type and change it during a run.
@@ -238,6 +241,7 @@ def _check_scheduler(scheduler: Any, template: dict[str, Any], fields: Fields) -
             raise refusal(fields.place, "the attributes of a scheduler", name)
     if type(scheduler).__module__.startswith("torch.optim"):
         _check_schedule(fields.values, template, fields.place)
+        fields.whole("last_epoch", least=0, most=steps)
 
 
 def _check_schedule(values: Any, template: Mapping[str, Any], place: str) -> None:
