@@ -47,6 +47,8 @@ COMMON = [
     (("arguments", "depth"), "deep", "depth must be a positive integer, got 'deep'"),
     (("arguments", "family"), "random", "family must be one of"),
     (("arguments", "law"), {"law": "os.system"}, "arguments.law: the file uses an unknown law"),
+    (("arguments", "random_state"), ["0"], "arguments.random_state must be a value of type"),
+    (("arguments", "verbose"), None, "arguments.verbose must be a value of type"),
     (("arguments", "surprise"), 1, "arguments has an unknown field 'surprise'"),
     (("features",), 9, "features must be an integer from 5 to 5"),
     (("feature_names",), ["a"], "feature_names must be the names of the columns"),
@@ -72,6 +74,7 @@ CLASSES = [
     (("head", "labels"), [("<U1000000000", ["a", "b"])], "labels must be classes of a plain type"),
     (("head", "labels"), [("V9", ["a", "b"])], "labels must be classes of a plain type"),
     (("head", "labels"), [("|b1", [True, True])], "labels must be sorted and unique classes"),
+    (("head", "labels"), [("<U1", ["no", "yes"])], "labels must be classes of their type"),
     (("head", "labels"), [], "labels must be the classes of at least one label"),
     (("head", "labels"), [3], "labels must be a list of pairs"),
 ]

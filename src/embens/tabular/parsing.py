@@ -58,6 +58,8 @@ def read_arguments(kind: type, values: Fields) -> Any:
     """
     values = Fields(values.values, values.place, kind().get_params(deep=False))
     arguments = dict(values.values)
+    values.typed("random_state", int | bool | None)
+    values.typed("verbose", int | bool)
     if arguments["law"] is not None:
         arguments["law"] = read_law(arguments["law"], f"{values.place}.law")
     estimator = kind(**arguments)
@@ -170,6 +172,8 @@ def _read_labels(values: Fields) -> tuple[np.ndarray, ...]:
             array = np.array(pair[1], dtype=dtype)
         except (TypeError, OverflowError):
             raise values.fail("labels", "classes of a plain type") from None
+        if array.tolist() != list(pair[1]):  # a type that holds the start of a text, for example
+            raise values.fail("labels", "classes of their type")
         if array.ndim != 1 or not len(array) or not np.array_equal(np.unique(array), array):
             raise values.fail("labels", "sorted and unique classes")
         labels.append(array)
