@@ -1,10 +1,11 @@
 """Checksums of result files, and files that appear together."""
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ __all__ = [
     "checksum",
     "finish_writing",
     "newest",
+    "parse_json",
+    "reading",
     "seal",
     "unseal",
     "write_atomically",
@@ -29,6 +32,45 @@ PENDING = ".summary"
 
 class DamagedFileError(ValueError):
     """A file whose content does not match its checksum or format."""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert errors caused by the content of a file into :class:`DamagedFileError`.
+
+    Args:
+        path: The file or folder that is read; the message contains its name.
+
+    Example:
+        >>> with reading(Path("claims.json")):
+        ...     json.loads("{")
+        Traceback (most recent call last):
+        reproduction.storage.DamagedFileError: claims.json is damaged: JSONDecodeError(...
+    """
+    try:
+        yield
+    except (DamagedFileError, OSError):
+        raise
+    except Exception as error:
+        raise DamagedFileError(
+            f"{path} is damaged: {error!r:.300}. Restore it from a copy, or run the experiment "
+            "again."
+        ) from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON without NaN and infinity, which pages cannot hold.
+
+    Example:
+        >>> parse_json("[NaN]")
+        Traceback (most recent call last):
+        ValueError: NaN is no JSON
+    """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def write_together(

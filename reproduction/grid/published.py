@@ -15,7 +15,7 @@ from reproduction.grid.keys import code_version, key_of, setting_to_json, to_jso
 from reproduction.grid.runs import Record
 from reproduction.grid.settings import Setting
 from reproduction.rows import Frame
-from reproduction.storage import DamagedFileError, checksum, newest, unseal
+from reproduction.storage import DamagedFileError, checksum, newest, reading, unseal
 
 
 def identity_of(name: str, setting: Setting) -> dict[str, Any]:
@@ -51,8 +51,9 @@ def published_records(folder: Path, name: str, setting: Setting) -> list[Record]
     if published is None:
         return []
     _, table = published
-    seeds = [int(seed) for seed in sorted(table["seed"].unique())]
-    return list(_matching_records(*published, cells_of(name, setting, seeds)))
+    with reading(newest(folder, "table.csv")):
+        seeds = [int(seed) for seed in sorted(table["seed"].unique())]
+        return list(_matching_records(*published, cells_of(name, setting, seeds)))
 
 
 def borrowed_records(folder: Path, cells: Sequence[Cell]) -> list[Record]:
@@ -67,11 +68,12 @@ def borrowed_records(folder: Path, cells: Sequence[Cell]) -> list[Record]:
     """
     try:
         published = _read(folder)
+        if published is None:
+            return []
+        with reading(newest(folder, "table.csv")):
+            return list(_matching_records(*published, cells))
     except DamagedFileError:
         return []
-    if published is None:
-        return []
-    return list(_matching_records(*published, cells))
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], Frame] | None:
@@ -81,13 +83,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], Frame] | None:
     manifest_path, table_path = newest(folder, "manifest.json"), newest(folder, "table.csv")
     if not manifest_path.exists() or not table_path.exists():
         return None
-    try:
+    with reading(manifest_path):
         manifest = unseal(str(manifest_path), json.loads(manifest_path.read_bytes()))
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise DamagedFileError(f"{manifest_path} is damaged: {error}.") from error
-    if checksum(table_path.read_text()) != manifest["files"]["table.csv"]:
-        raise DamagedFileError(f"{table_path} does not match the checksum in its manifest.")
-    return manifest, pandas.read_csv(table_path, dtype={"gamma": str})
+        expected_checksum = manifest["files"]["table.csv"]
+    with reading(table_path):
+        if checksum(table_path.read_text()) != expected_checksum:
+            raise DamagedFileError(f"{table_path} does not match the checksum in its manifest.")
+        return manifest, pandas.read_csv(table_path, dtype={"gamma": str})
 
 
 def _matching_records(

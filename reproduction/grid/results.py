@@ -37,7 +37,16 @@ from reproduction.grid.published import borrowed_records, identity_of, published
 from reproduction.grid.runs import Record
 from reproduction.grid.settings import Setting
 from reproduction.rows import Frame, MissingCellsError
-from reproduction.storage import checksum, finish_writing, newest, seal, unseal, write_together
+from reproduction.storage import (
+    DamagedFileError,
+    checksum,
+    finish_writing,
+    newest,
+    reading,
+    seal,
+    unseal,
+    write_together,
+)
 
 EARLIER = "earlier"
 """Name under which tables of the first ``cpu`` preset are published."""
@@ -139,9 +148,32 @@ def _read_records(path: Path) -> Iterator[Record]:
             record = unseal("line", json.loads(line))
         except (ValueError, RecursionError, AttributeError, TypeError):
             continue  # damaged: the cell is measured again
-        has_outcome = isinstance(record.get("rows"), list) or isinstance(record.get("error"), str)
-        if has_outcome and isinstance(record.get("key"), str):
+        if _is_record(record):
             yield record
+
+
+def _is_record(record: Record) -> bool:
+    """Return whether the entries of a record have their types."""
+    rows, seconds = record.get("rows"), record.get("seconds", 0.0)
+    if not isinstance(record.get("key"), str) or not isinstance(record.get("code", ""), str):
+        return False
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        return False
+    cell = record.get("cell", {"setting": {}})
+    if not isinstance(cell, dict) or not isinstance(cell.get("setting"), dict):
+        return False
+    values = [value for axis, value in cell.items() if axis != "setting"]
+    if "error" in record:
+        return isinstance(record["error"], str) and all(map(_is_scalar, values))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return False
+    for row in rows:
+        values += row.values()
+    return all(map(_is_scalar, values))
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def make_table(results: Results, name: str, setting: Setting) -> Frame:
@@ -154,6 +186,9 @@ def make_table(results: Results, name: str, setting: Setting) -> Frame:
 
     Returns:
         A data frame with the axes, the measured quantities and ``seconds``.
+
+    Raises:
+        DamagedFileError: If a column has numbers and texts.
     """
     import pandas
 
@@ -167,6 +202,10 @@ def make_table(results: Results, name: str, setting: Setting) -> Frame:
         for row in record["rows"]:
             rows.append({**values, **row, "seconds": record["seconds"]})
     table = pandas.DataFrame(rows)
+    for column in table:
+        types = {isinstance(value, str) for value in table[column].dropna()}
+        if len(types) > 1:
+            raise DamagedFileError(f"{results.path} has numbers and texts for {column!r}.")
     return table.sort_values(list(axes), kind="stable", ignore_index=True)
 
 
@@ -248,9 +287,10 @@ def redraw(folder: Path) -> list[Judgement]:
         The judged claims.
     """
     finish_writing(folder)
-    manifest = unseal("manifest.json", json.loads((folder / "manifest.json").read_bytes()))
-    csv = (folder / "table.csv").read_text()
-    return _write_files(folder, manifest, read_table(folder), csv)
+    with reading(folder):
+        manifest = unseal("manifest.json", json.loads((folder / "manifest.json").read_bytes()))
+        csv = (folder / "table.csv").read_text()
+        return _write_files(folder, manifest, read_table(folder), csv)
 
 
 def _write_files(folder: Path, manifest: dict[str, Any], table: Frame, csv: str) -> list[Judgement]:

@@ -23,6 +23,8 @@ from reproduction.storage import (
     check_output,
     checksum,
     newest,
+    parse_json,
+    reading,
     unseal,
     write_atomically,
 )
@@ -104,13 +106,17 @@ def _read_entry(folder: Path) -> dict[str, Any] | None:
             f"{folder}: {error} The results are damaged, of another version, or of a run that was "
             "interrupted. Run the experiment again, or move the folder away."
         ) from None
-    return {
-        "name": name,
-        "manifest": manifest,
-        "table": list(csv.reader(io.StringIO(texts["table.csv"], newline=""))),
-        "claims": json.loads(texts["claims.json"]),
-        "figure": json.loads(texts["figure.json"]),
-    }
+    with reading(folder):
+        parse_json(json.dumps(manifest))
+        if not isinstance(name, str) or not isinstance(manifest["preset"], str):
+            raise ValueError("experiment and preset must be texts")
+        return {
+            "name": name,
+            "manifest": manifest,
+            "table": list(csv.reader(io.StringIO(texts["table.csv"], newline=""))),
+            "claims": parse_json(texts["claims.json"]),
+            "figure": parse_json(texts["figure.json"]),
+        }
 
 
 def render(entries: list[dict[str, Any]]) -> str:

@@ -16,7 +16,13 @@ from reproduction.grid.cells import cells_of
 from reproduction.grid.engines import inline
 from reproduction.grid.keys import key_of
 from reproduction.grid.published import published_records
-from reproduction.grid.results import Results, make_table, open_results, write_summary
+from reproduction.grid.results import (
+    Results,
+    make_table,
+    open_results,
+    redraw,
+    write_summary,
+)
 from reproduction.storage import DamagedFileError, checksum, seal
 from tests.reproduction import problem
 
@@ -128,6 +134,55 @@ def test_an_edited_table_is_refused(published_folder, tmp_path):
     with pytest.raises(DamagedFileError, match=r"manifest\.json is damaged"):
         open_published(folder)
     assert published.borrowed_records(folder, select([1])) == []
+
+
+def forge(folder, name, content):
+    """Replace a file, with a valid checksum in the manifest."""
+    (folder / name).write_text(content)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    del manifest["sha256"]
+    manifest["files"][name] = checksum(content)
+    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
+
+
+def use(folder):
+    """Continue a published table, and draw it again."""
+    open_published(folder)
+    redraw(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "",
+        lambda text: text.splitlines()[0] + "\n",
+        lambda text: text.replace("seed", "sead"),
+        lambda text: text.replace("normal", "high").replace(",0.5,", ",<script>,"),
+        lambda text: text.replace(",M,0,", ",M,,"),
+    ],
+)
+def test_a_forged_table_is_an_error_with_its_name(change, published_folder, tmp_path):
+    folder = tmp_path / "quick"
+    shutil.copytree(published_folder, folder)
+    text = (folder / "table.csv").read_text()
+    forge(folder, "table.csv", change(text))
+
+    with pytest.raises(DamagedFileError, match="quick"):
+        use(folder)
+    assert isinstance(published.borrowed_records(folder, select([1])), list)
+
+
+@pytest.mark.parametrize("name", ["files", "codes", "setting"])
+def test_a_forged_manifest_is_an_error_with_its_name(name, published_folder, tmp_path):
+    folder = tmp_path / "quick"
+    shutil.copytree(published_folder, folder)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    del manifest["sha256"]
+    manifest[name] = 3
+    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
+
+    with pytest.raises(DamagedFileError, match="quick"):
+        use(folder)
 
 
 def test_published_baselines_serve_other_experiments(published_folder, tmp_path):

@@ -14,7 +14,9 @@ import pytest
 from reproduction.grid import results as module
 from reproduction.grid import runs
 from reproduction.grid.engines import inline
+from reproduction.grid.keys import key_of
 from reproduction.grid.results import Results, make_table
+from reproduction.storage import DamagedFileError, seal
 from tests.reproduction import problem
 
 try:
@@ -87,6 +89,39 @@ def test_lines_that_are_no_records_are_skipped(tmp_path):
     assert results.records == {}
     results.add(record("a"))
     assert set(Results(tmp_path).records) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": 3},
+        {"rows": [3]},
+        {"rows": {"y": 1.0}},
+        {"rows": [{"y": [1.0]}]},
+        {"seconds": "long"},
+        {"seconds": float("nan")},
+        {"seconds": True},
+        {"code": ["a"]},
+        {"cell": ["setting"]},
+        {"cell": {"p": 0.5}},
+        {"cell": {"setting": {}, "p": [0.5]}},
+        {"error": 3},
+    ],
+)
+def test_records_with_a_checksum_and_wrong_types_are_skipped(change, tmp_path):
+    whole = record("a", seconds=1.5, code="1", cell={"setting": {}, "p": 0.5})
+    lines = [json.dumps(seal(values)) for values in (whole, {**whole, "key": "b", **change})]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines))
+    assert list(Results(tmp_path).records) == ["a"]
+
+
+def test_a_column_of_numbers_and_texts_is_an_error_with_its_name(tmp_path):
+    cells = problem.cells(2)
+    measure(cells, tmp_path)
+    results = Results(tmp_path)
+    results.records[key_of(cells[0])]["rows"][0]["accuracy"] = "high"
+    with pytest.raises(DamagedFileError, match=r"numbers and texts for 'accuracy'"):
+        make_table(results, "transition", problem.SETTING)
 
 
 @pytest.mark.skipif(resource is None, reason="there are no limits on files here")

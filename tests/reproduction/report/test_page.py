@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from reproduction.report import page
-from reproduction.storage import DamagedFileError
+from reproduction.storage import DamagedFileError, checksum, seal
 from tests.reproduction.report import results
 
 
@@ -110,4 +110,26 @@ def test_a_digit_that_was_changed_is_found_and_so_is_a_file_that_is_gone(folder,
     path.unlink()
     message = "has no results" if name == "manifest.json" else f"No such file or directory.*{name}"
     with pytest.raises((DamagedFileError, FileNotFoundError), match=message):
+        page.collect(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["experiment", "preset"])
+def test_a_forged_manifest_is_an_error(folder, tmp_path, key):
+    here = shutil.copytree(folder / "widths" / "quick", tmp_path / "widths" / "quick")
+    manifest = json.loads((here / "manifest.json").read_text())
+    del manifest["sha256"]
+    (here / "manifest.json").write_text(json.dumps(seal({**manifest, key: ["a"]})))
+    with pytest.raises(DamagedFileError, match="quick is damaged"):
+        page.collect(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "text"), [("figure.json", "[NaN]"), ("claims.json", "{")])
+def test_forged_figures_and_claims_are_errors(folder, tmp_path, name, text):
+    here = shutil.copytree(folder / "widths" / "quick", tmp_path / "widths" / "quick")
+    (here / name).write_text(text)
+    manifest = json.loads((here / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["files"][name] = checksum(text)
+    (here / "manifest.json").write_text(json.dumps(seal(manifest)))
+    with pytest.raises(DamagedFileError, match="quick is damaged"):
         page.collect(tmp_path)
