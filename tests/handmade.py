@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from embens.sites import EnsembleSpec
+from embens.spec import EnsembleSpec
 
 Scales = dict[str, tuple[Tensor | None, Tensor | None]]
 

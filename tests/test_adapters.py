@@ -6,7 +6,7 @@ from torch import nn
 
 from embens.adapters import choose_low_rank, sample_factors
 from embens.embed import Source
-from embens.sites import LowRankSite
+from embens.spec import LowRankSite
 
 
 def make_source():

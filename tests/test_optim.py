@@ -12,6 +12,9 @@ from torch import Tensor, nn, optim
 
 import embens
 from embens import laws, objective
+from embens.optim import overlap
+from embens.sites import Site
+from embens.spec import EnsembleSpec, LowRankSite
 
 MEMBERS, ROWS, CLASSES = 4, 12, 3
 
@@ -684,3 +687,18 @@ class TestRates:
         parameter.grad = torch.ones(2)
         optim.SGD([{"params": [parameter], "lr": 0.1}]).step()
         assert torch.equal(parameter.detach(), torch.tensor([0.9, 0.9]))
+
+
+def test_the_overlap_is_the_product_over_hidden_post_sites_and_low_rank_layers():
+    half, quarter = laws.Shifted(0.5**0.5), laws.Shifted(0.5)
+    modulated = (
+        Site("0", "pre", laws.Normal(), 4),
+        Site("0", "post", laws.Normal(), 3, hidden=False),
+        Site("2", "post", half, 4),
+        Site("4", "post", quarter, 4),
+    )
+    assert overlap(EnsembleSpec("embed", 3, modulated)) == pytest.approx(0.5 * 0.25)
+    with_low_rank = EnsembleSpec("embed", 3, modulated, (LowRankSite("2", 1, "additive", 1.0),))
+    assert overlap(with_low_rank) == pytest.approx(0.5 * 0.25 / 2)
+    assert overlap(EnsembleSpec("embed", 3, modulated, individual_head=True)) == 0
+    assert overlap(EnsembleSpec("embed", 3)) == 1

@@ -7,7 +7,7 @@ from torch import nn
 
 import embens
 from embens.embed import Source
-from embens.patterns import list_names, match_modules, select_layers
+from embens.patterns import list_names, select_layers, select_modules
 
 
 def make_source() -> Source:
@@ -37,9 +37,12 @@ def test_a_selection_without_layers_raises(sites, error):
 
 
 def test_a_module_stands_for_the_layers_inside_it():
-    candidates = ["0", "1.0", "1.1", "2"]
-    assert match_modules(make_source(), "1", candidates) == ["1.0", "1.1"]
-    assert match_modules(make_source(), "[02]", candidates) == ["0", "2"]
+    assert select_modules(make_source(), "1") == {"1.0", "1.1"}
+
+
+def test_modules_are_selected_by_wildcards_and_as_the_last():
+    assert select_modules(make_source(), "[02]") == {"0", "2"}
+    assert select_modules(make_source(), ["1.1", "last"]) == {"1.1", "2"}
 
 
 def test_a_long_list_of_names_is_cut():

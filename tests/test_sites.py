@@ -1,4 +1,4 @@
-"""Parameter layers, modulated weights, and the specification of an ensemble."""
+"""Parameter layers and modulated weights."""
 
 import pytest
 import torch
@@ -6,10 +6,8 @@ from cases import Residual
 from torch import nn
 
 import embens
-from embens import laws, sites
-from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site, find_layers
-
-# Layers
+from embens import sites
+from embens.sites import find_layers
 
 
 class Swapped(nn.Module):
@@ -130,53 +128,3 @@ def test_an_invalid_registration_raises():
         embens.register_layer(Swapped, lambda layer: (1, 1), weight="inout")
     with pytest.raises(TypeError, match="channels must be a function of a layer"):
         embens.register_layer(Swapped, (1, 1))
-
-
-# Specification
-
-
-SPEC = EnsembleSpec(
-    "embed",
-    3,
-    (Site("0", "pre", laws.Shifted(0.5), 4), Site("2", "post", laws.Normal(), 2, 2, False)),
-    (LowRankSite("2", 1, "additive", 0.5),),
-    (PerMember("4", ("weight", "bias"), drawn=True),),
-    frozen=True,
-)
-
-
-def test_subsets_of_subsets_name_the_original_members():
-    subset = SPEC.subset([2, 0, 2]).subset([0, 1])
-    assert (subset.members, subset.chosen, subset.sampled) == (2, (2, 0), 3)
-    assert not subset.has_repeated_members
-    assert SPEC.subset([2, 0, 2]).has_repeated_members
-
-
-def test_the_overlap_is_the_product_over_hidden_post_sites_and_low_rank_layers():
-    half, quarter = laws.Shifted(0.5**0.5), laws.Shifted(0.5)
-    modulated = (
-        Site("0", "pre", laws.Normal(), 4),
-        Site("0", "post", laws.Normal(), 3, hidden=False),
-        Site("2", "post", half, 4),
-        Site("4", "post", quarter, 4),
-    )
-    assert EnsembleSpec("embed", 3, modulated).overlap == pytest.approx(0.5 * 0.25)
-    with_low_rank = EnsembleSpec("embed", 3, modulated, (LowRankSite("2", 1, "additive", 1.0),))
-    assert with_low_rank.overlap == pytest.approx(0.5 * 0.25 / 2)
-    assert EnsembleSpec("embed", 3, modulated, individual_head=True).overlap == 0
-    assert EnsembleSpec("embed", 3).overlap == 1
-
-
-def test_a_reference_of_another_architecture_raises():
-    spec = embens.batch_ensemble(Residual(), 2).spec
-    spec.check_reference(Residual())
-    with pytest.raises(ValueError, match=r"the reference has no module .* architecture"):
-        spec.check_reference(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    other = Residual()
-    other.head = nn.Linear(9, 5)
-    with pytest.raises(ValueError, match="another shape"):
-        spec.check_reference(other)
-    without_statistics = Residual()
-    without_statistics.blocks[0].norm1 = nn.BatchNorm2d(6, track_running_stats=False)
-    with pytest.raises(ValueError, match=r"'blocks\.0\.norm1' has no tensor 'running_mean'"):
-        spec.check_reference(without_statistics)

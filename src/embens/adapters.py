@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from embens.laws import Normal
-from embens.sites import LowRankSite, is_within
+from embens.sites import is_within
+from embens.spec import LowRankSite
 
 if TYPE_CHECKING:
     from embens.embed import Sites, Source

@@ -21,29 +21,20 @@ from embens.graph.snapshots import HOOKS
 from embens.graph.tracing import shows_all_layers
 from embens.graph.watching import watch_flow
 from embens.laws import Law, Normal, Signs
+from embens.norm_statistics import separate_norms
 from embens.omissions import (
+    warn_about_cancelling_members,
+    warn_about_equal_weights,
     warn_about_guesses,
-    warn_about_shared_weights,
-    warn_about_unknown_layers,
 )
-from embens.patterns import list_names, match_modules, select_layers
-from embens.sites import (
-    NORMS,
-    EnsembleSpec,
-    Layer,
-    LowRankSite,
-    PerMember,
-    Side,
-    Site,
-    find_layers,
-    is_within,
-    match,
-)
+from embens.patterns import list_names, refuse_modulated, select_layers, select_modules
+from embens.sites import NORMS, Side, Site, find_layers, is_within, match, tensor_names
+from embens.spec import EnsembleSpec, LowRankSite, PerMember
 
 Laws = Law | Mapping[str, Law | None] | None
 Sites = str | Iterable[str] | Callable[[str, nn.Module], bool]
-Trainable = bool | Mapping[str, "bool | Mapping[str, bool]"]
 Initialise = Callable[[nn.Module], None]
+Trainable = bool | Mapping[str, "bool | Mapping[str, bool]"]
 
 SIDES: tuple[Side, Side] = ("pre", "post")
 _NORMAL = Normal()
@@ -108,7 +99,9 @@ def embed(
         check_choice("norm_affine", norm_affine, ("shared", "member"))
     if not callable(own_weights) and own_weights not in ("drawn", "copied"):
         check_choice("own_weights", own_weights, ("drawn", "copied"))
-    separate_layers = source.choose_per_member(own)
+    separate_layers: tuple[str, ...] = ()
+    if own != ():
+        separate_layers = source.choose_separate_layers(own)
     modulated_sites = source.choose_sites(pre, post, sites, trainable, fresh, separate_layers)
     spec = source.make_spec(
         family,
@@ -118,11 +111,11 @@ def embed(
         norm_affine=norm_affine == "member",
     )
     if not is_selection(sites, pre, post):
-        source.warn_about_equal_weights(modulated_sites, (), separate_layers)
+        source.check_differences(modulated_sites, separate_layers=separate_layers)
+    if modulated_sites and not any(site.trainable for site in modulated_sites):
+        warn_about_cancelling_members(source, modulated_sites)
     initialise = own_weights if callable(own_weights) else None
-    ensemble = build(reference, spec, initialise, generator, flow=source.flow)
-    source.warn_about_cancelling_members(ensemble)
-    return ensemble
+    return build(reference, spec, initialise, generator, flow=source.flow)
 
 
 @suggest(synonyms.BATCH_ENSEMBLE)
@@ -232,7 +225,8 @@ class Source:
             The sites.
         """
         selected, hidden = self.select(sites)
-        self._refuse_per_member_sites(pre, post, sites, separate_layers)
+        if separate_layers and is_selection(sites, pre, post):
+            refuse_modulated(self, separate_layers, sites, (pre, post))
         trainable_sides = _flags_by_side(trainable)
         modulated_sites = []
         for side, law in zip(SIDES, (pre, post), strict=True):
@@ -287,25 +281,6 @@ class Source:
         names = select_layers(self, sites)
         return {site for site in every if site[0] in names}, hidden
 
-    def _refuse_per_member_sites(
-        self,
-        pre: Laws,
-        post: Laws,
-        sites: Sites,
-        separate_layers: Collection[str],
-    ) -> None:
-        """Raise if the user names a per-member layer among the sites."""
-        named: list[Any] = [] if callable(sites) else as_list(sites)
-        for law in (pre, post):
-            if isinstance(law, Mapping):
-                named += list(law)
-        for name in named:
-            if name in self.layers and is_within(name, separate_layers):
-                raise ValueError(
-                    f"{name!r} is a per-member layer, which needs no modulation. Remove it from "
-                    "sites, pre and post, or from own."
-                )
-
     def _refuse_no_sites(self, pre: Laws, post: Laws, sites: Sites) -> None:
         if pre is None and post is None:
             raise ValueError("no site is modulated: pre and post are both None.")
@@ -314,9 +289,9 @@ class Source:
             "hidden site; use sites='all'."
         )
 
-    # Per-member layers
+    # Separate layers
 
-    def choose_per_member(self, own: str | Iterable[str]) -> tuple[str, ...]:
+    def choose_separate_layers(self, own: str | Iterable[str]) -> tuple[str, ...]:
         """Return the modules of which every member has a separate copy.
 
         Args:
@@ -325,49 +300,30 @@ class Source:
         Returns:
             Names of modules, in the order of registration.
         """
-        attentions = []
-        for name, module in self.modules.items():
-            if isinstance(module, nn.MultiheadAttention):
-                attentions.append(name)
-        candidates = []
-        for name, module in self.modules.items():
-            used = name in self.flow.upstream
-            if name in attentions:
-                # The data flow contains the projections of an attention, not its module.
-                used = f"{name}.out_proj".lstrip(".") in self.flow.upstream
-            inside = any(name != a and is_within(name, [a]) for a in attentions)
-            if (used and not inside) or isinstance(module, NORMS):
-                candidates.append(name)
-        names: set[str] = set()
-        for pattern in as_list(own):
-            if not isinstance(pattern, str):
-                raise TypeError(
-                    f"own must be 'last', or names or wildcards of layers, got {pattern!r}."
-                )
-            names.update(self._match_per_member(pattern, candidates))
+        if own == "last" and own not in self.modules:
+            names = self.last_modules()
+        else:
+            names = select_modules(self, own)
         for name in names:
-            self._check_per_member(name, names, attentions)
+            self._check_separate_layer(name, names)
         return tuple(name for name in self.modules if name in names)
 
-    def _match_per_member(self, pattern: str, candidates: list[str]) -> list[str]:
-        if pattern == "last" and pattern not in self.modules:
-            names = []
-            for name in self.flow.last:
-                # The output projection of an attention stands for the whole attention.
-                owner = self.layers[name].module
-                names.append(owner if owner in candidates else owner.rpartition(".")[0])
-            return names
-        return match_modules(self, pattern, candidates)
+    def last_modules(self) -> set[str]:
+        """Return the names of the modules that hold the last layers."""
+        names = set()
+        for layer_name in self.flow.last:
+            owner = self.layers[layer_name].module
+            parent = owner.rpartition(".")[0]
+            # The output projection of an attention stands for the whole attention.
+            is_projection = isinstance(self.modules[parent], nn.MultiheadAttention)
+            names.add(parent if is_projection else owner)
+        return names
 
-    def _check_per_member(
-        self,
-        name: str,
-        names: Collection[str],
-        attentions: Collection[str],
-    ) -> None:
+    def _check_separate_layer(self, name: str, names: Collection[str]) -> None:
+        """Raise ValueError if members cannot have separate copies of a layer."""
         module = self.modules[name]
         has_children = any(True for _ in module.children())
-        if has_children and name not in attentions:
+        if has_children and not isinstance(module, nn.MultiheadAttention):
             # Other layers have children only if they are parametrized.
             raise ValueError(
                 f"own: {name!r} is parametrized, so members cannot have separate copies. Remove "
@@ -412,11 +368,15 @@ class Source:
         Returns:
             The specification.
         """
-        self._warn_about_guesses()
-        per_member = self._per_member_tensors(separate_layers, drawn)
+        if self.flow.guesses:
+            warn_about_guesses(self.flow.guesses, is_watched=self.is_watched)
+        per_member: tuple[PerMember, ...] = ()
+        if separate_layers:
+            per_member = per_member_items(self, separate_layers, drawn)
         differing = {site.layer for site in (*sites, *low_rank)}
         differing |= {name for name in self.layers if is_within(name, separate_layers)}
-        per_member += self._norm_tensors(differing, separate_layers, norm_affine)
+        if any(isinstance(module, NORMS) for module in self.modules.values()):
+            per_member += separate_norms(self, differing, separate_layers, norm_affine)
         last_layers = {self.layers[name].module for name in self.flow.last}
         has_individual_head = drawn and bool(last_layers) and bool(separate_layers)
         for name in last_layers:
@@ -432,143 +392,30 @@ class Source:
             individual_head=has_individual_head,
         )
 
-    def _per_member_tensors(self, names: Sequence[str], drawn: bool) -> tuple[PerMember, ...]:
-        items = []
-        for name in names:
-            for part_name, part in self.modules[name].named_modules():
-                full_name = f"{name}.{part_name}".strip(".")
-                tensors = tensor_names(part)
-                if tensors:
-                    items.append(PerMember(full_name, tensors, drawn))
-        return tuple(items)
-
-    def _norm_tensors(
+    def check_differences(
         self,
-        differing: set[str],
-        separate_layers: Sequence[str],
-        norm_affine: bool,
-    ) -> tuple[PerMember, ...]:
-        """Return the per-member statistics, and with ``norm_affine`` scales, of norm layers.
-
-        Members share the statistics of a norm layer whose inputs are the same for all of them.
-        """
-        items = []
-        for name, module in self.modules.items():
-            if not isinstance(module, NORMS) or is_within(name, separate_layers):
-                continue
-            tensors = list(tensor_names(module)) if norm_affine else []
-            reads_same_input = (
-                name in self.flow.norms
-                and name not in self.flow.random
-                and not self.flow.norms[name] & differing
-            )
-            if not reads_same_input:
-                tensors += [b for b in module._buffers if module._buffers[b] is not None]
-            if tensors:
-                items.append(PerMember(name, tuple(dict.fromkeys(tensors))))
-        return tuple(items)
-
-    # Warnings
-
-    def _warn_about_guesses(self) -> None:
-        if self.flow.guesses:
-            warn_about_guesses(self.flow.guesses, is_watched=self.is_watched)
-
-    def warn_about_equal_weights(
-        self,
-        sites: Sequence[Site],
-        low_rank: Sequence[LowRankSite],
-        separate_layers: Sequence[str],
+        sites: Sequence[Site] = (),
+        low_rank: Sequence[LowRankSite] = (),
+        separate_layers: Sequence[str] = (),
     ) -> None:
-        """Warn about layers of unknown kinds; otherwise warn if members share most weights.
+        """Warn if members have the same weights in most of the network.
 
         Args:
             sites: Modulated sites.
             low_rank: Layers with low-rank members.
             separate_layers: Modules of which every member has a separate copy.
         """
-        unknown = {}
-        for name, module in self.modules.items():
-            if name in self.layers or isinstance(module, (*NORMS, nn.MultiheadAttention)):
-                continue
-            if any(tensor_name.startswith("weight") for tensor_name in _matrices(module)):
-                unknown[name] = type(module).__name__
-        if unknown:
-            warn_about_unknown_layers(unknown)
-            return
-        differing = self._differing_weights(sites, low_rank, separate_layers)
-        equal: dict[str, int] = {}
-        differing_count = 0
-        for name, parameter in self.reference.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            if id(parameter) in differing:
-                differing_count += parameter.numel()
-            else:
-                equal[name] = parameter.numel()
-        if sum(equal.values()) > differing_count:
-            warn_about_shared_weights(equal, self.modules)
-
-    def _differing_weights(
-        self,
-        sites: Sequence[Site],
-        low_rank: Sequence[LowRankSite],
-        separate_layers: Sequence[str],
-    ) -> set[int]:
-        """Return the ``id`` of the parameters that count as differing between members.
-
-        Without ``pre`` no hidden site modulates the first layers, and without ``post`` none the
-        last layers. Their weights count as differing all the same, because the modulations of the
-        neighbouring layers act on their outputs or inputs.
-        """
-        layers: list[tuple[Layer, Collection[str]]] = []
+        modulated = set()
         for site in sites:
             layer = self.layers[site.layer]
-            layers.append((layer, layer.recurrent if site.kind == "post" else ()))
-        for low_rank_site in low_rank:
-            layers.append((self.layers[low_rank_site.layer], ()))
-        sides = {site.kind for site in sites}
-        excused = set()
-        if sides == {"post"}:
-            excused = self.flow.first
-        elif sides == {"pre"}:
-            excused = self.flow.last
-        for name in excused:
-            layer = self.layers[name]
-            if not layer.recurrent:
-                layers.append((layer, ()))
-        parameters: set[int] = set()
-        for layer, equal in layers:
-            module = self.modules[layer.module]
-            for weight in set(layer.weights).difference(equal):
-                parameter = module._parameters.get(weight)
-                # A computed weight stands for all parameters of its module.
-                parts = module.parameters() if parameter is None else [parameter]
-                parameters |= {id(part) for part in parts}
-        for name in separate_layers:
-            parameters |= {id(parameter) for parameter in self.modules[name].parameters()}
-        return parameters
-
-    def warn_about_cancelling_members(self, ensemble: EmbeddedEnsemble) -> None:
-        """Warn if fixed modulations make the ensemble mean identically zero.
-
-        Args:
-            ensemble: The ensemble.
-        """
-        sites = ensemble.spec.sites
-        if not sites or any(site.trainable for site in sites):
+            if not layer.recurrent:  # modulated inputs leave recurrent weights as they are
+                modulated.add(layer.module)
+        for name, parameter in self.reference.named_parameters(remove_duplicate=False):
+            owner = name.rpartition(".")[0]
+            if parameter.dim() < 2 or owner in modulated or is_within(owner, separate_layers):
+                continue
+            warn_about_equal_weights(self, sites, low_rank, separate_layers)
             return
-        for site in sites:
-            if 1 + (self.members - 1) * site.law.overlap > 1e-9:
-                return
-        for name in self.flow.last:
-            if self.layers[name].biases:
-                return
-        if all(site.layer in self.flow.last for site in sites):
-            warn(
-                "the ensemble mean is identically zero: the fixed modulations of the last layer "
-                "sum to zero, and no bias follows. Use rho above -1/(M - 1), or trainable=True.",
-            )
 
 
 # Building
@@ -594,19 +441,9 @@ def build(
     Returns:
         The ensemble.
     """
-    networks = []
-    redrawn_modules = [item.module for item in spec.per_member if item.drawn]
-    if redrawn_modules:
-        for _ in range(spec.members):
-            network = copy_reference(reference)
-            seed = int(torch.randint(2**62, (), generator=generator))
-            reinitialise_(network, redrawn_modules, initialise, seed)
-            networks.append(network)
     values: dict[str, Tensor] = {}
-    stacks: dict[int, Tensor] = {}
-    for item in spec.per_member:
-        sources = networks if item.drawn else [reference] * spec.members
-        values.update(stack_tensors(reference, item, sources, stacks))
+    if spec.per_member:
+        values = stack_separate_tensors(reference, spec, initialise, generator)
     layers = find_layers(reference)
     modules = dict(reference.named_modules())
     for site in spec.sites:
@@ -658,7 +495,60 @@ def sample_site(
         raise ValueError(f"the {site.kind} modulations of {site.layer!r}: {error}") from None
 
 
-def stack_tensors(
+# Tensors of separate layers
+
+
+def per_member_items(source: "Source", names: Iterable[str], drawn: bool) -> tuple[PerMember, ...]:
+    """Return the parts of some modules that hold tensors, for a spec.
+
+    Args:
+        source: The reference.
+        names: Modules of which every member has a separate copy.
+        drawn: Whether the copies are initialised separately.
+    """
+    items = []
+    for name in names:
+        for part_name, part in source.modules[name].named_modules():
+            tensors = tensor_names(part)
+            if tensors:
+                items.append(PerMember(f"{name}.{part_name}".strip("."), tensors, drawn))
+    return tuple(items)
+
+
+def stack_separate_tensors(
+    reference: nn.Module,
+    spec: EnsembleSpec,
+    initialise: Initialise | None = None,
+    generator: torch.Generator | None = None,
+) -> dict[str, Tensor]:
+    """Return the per-member tensors of a spec.
+
+    Args:
+        reference: The user's module.
+        spec: The specification.
+        initialise: Reinitialises one module in place; None: its ``reset_parameters``.
+        generator: Random generator of drawn tensors.
+
+    Returns:
+        Tensors ``(member, …)`` by name.
+    """
+    networks = []
+    drawn_modules = [item.module for item in spec.per_member if item.drawn]
+    if drawn_modules:
+        for _ in range(spec.members):
+            network = copy_reference(reference)
+            seed = int(torch.randint(2**62, (), generator=generator))
+            _reinitialise(network, drawn_modules, initialise, seed)
+            networks.append(network)
+    values: dict[str, Tensor] = {}
+    stacks: dict[int, Tensor] = {}
+    for item in spec.per_member:
+        sources = networks if item.drawn else [reference] * spec.members
+        values.update(_stack_tensors(reference, item, sources, stacks))
+    return values
+
+
+def _stack_tensors(
     reference: nn.Module,
     item: PerMember,
     sources: Sequence[nn.Module],
@@ -671,9 +561,6 @@ def stack_tensors(
         item: The module and its tensors.
         sources: One network per member, from which tensors are taken.
         stacks: Stacks by the ``id`` of the reference's tensor, so that tied tensors stay tied.
-
-    Returns:
-        Tensors ``(member, …)`` by name.
     """
     values = {}
     for name in item.tensors:
@@ -688,11 +575,8 @@ def stack_tensors(
     return values
 
 
-def reinitialise_(
-    network: nn.Module,
-    names: Collection[str],
-    initialise: Initialise | None,
-    seed: int,
+def _reinitialise(
+    network: nn.Module, names: Collection[str], initialise: Initialise | None, seed: int
 ) -> None:
     """Draw new parameters for some modules and everything inside them, children first.
 
@@ -710,20 +594,24 @@ def reinitialise_(
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         for name, module in reversed(modules):
-            has_parameters = any(True for _ in module.parameters(recurse=False))
-            # nn.MultiheadAttention calls its method _reset_parameters.
-            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-            if initialise is not None:
-                if has_parameters:
-                    initialise(module)
-            elif reset is not None:
-                reset()
-            elif has_parameters:
-                raise ValueError(
-                    f"the parameters of {name or 'the reference'!r} ({type(module).__name__}) "
-                    "cannot be reinitialised: it has no reset_parameters(). Pass initialise= (in "
-                    "embed: own_weights=), a function that reinitialises one module in place."
-                )
+            _reset_parameters(name, module, initialise)
+
+
+def _reset_parameters(name: str, module: nn.Module, initialise: Initialise | None) -> None:
+    has_parameters = any(True for _ in module.parameters(recurse=False))
+    # nn.MultiheadAttention calls its method _reset_parameters.
+    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if initialise is not None:
+        if has_parameters:
+            initialise(module)
+    elif reset is not None:
+        reset()
+    elif has_parameters:
+        raise ValueError(
+            f"the parameters of {name or 'the reference'!r} ({type(module).__name__}) cannot be "
+            "reinitialised: it has no reset_parameters(). Pass initialise= (in embed: "
+            "own_weights=), a function that reinitialises one module in place."
+        )
 
 
 # Small helpers
@@ -798,34 +686,6 @@ def check_module(reference: Any) -> None:
                 f"the parameter {name!r} has hooks, which torch does not copy with a network. "
                 "Register them on the parameter of ensemble.reference."
             )
-
-
-def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters with two or more axes that a module holds itself."""
-    return {n: p for n, p in module._parameters.items() if p is not None and p.dim() > 1}
-
-
-def tensor_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters and buffers that a module holds itself.
-
-    Args:
-        module: Any module; those inside it do not count.
-    """
-    names = []
-    for table in (module._parameters, module._buffers):
-        names += [name for name, tensor in table.items() if tensor is not None]
-    return tuple(names)
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return a single value, or several, as a list.
-
-    Args:
-        value: A single value, a string, or an iterable of values.
-    """
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return list(value)
-    return [value]
 
 
 def _flags_by_side(trainable: Trainable) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from embens.embed import (
     build,
     check_module,
     embed,
-    tensor_names,
 )
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.laws import Law
-from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site
+from embens.sites import Site, tensor_names
+from embens.spec import EnsembleSpec, LowRankSite, PerMember
 
 NEAR = 0.9
 """Overlap of members near a trained network at the start of :func:`adapt`."""
@@ -219,7 +219,7 @@ def low_rank(
         scale = 0.5 if kind == "multiplicative" else 0.0
     if not math.isfinite(scale) or scale < 0:
         raise ValueError(f"scale must be finite and not negative, got {scale}.")
-    separate_layers = source.choose_per_member(own)
+    separate_layers = source.choose_separate_layers(own)
     template = LowRankSite("", _check_rank(rank), kind, scale)
     low_rank_sites = choose_low_rank(source, sites, template, separate_layers)
     spec = source.make_spec(
@@ -229,7 +229,7 @@ def low_rank(
         frozen=shared == "frozen",
     )
     if sites in ("hidden", "all"):
-        source.warn_about_equal_weights((), low_rank_sites, separate_layers)
+        source.check_differences((), low_rank_sites, separate_layers)
     return build(reference, spec, generator=generator, flow=source.flow)
 
 
@@ -345,7 +345,7 @@ def adapt(
         )
     separate_layers: tuple[str, ...] = ()
     if head != "shared":
-        separate_layers = source.choose_per_member("last")
+        separate_layers = source.choose_separate_layers("last")
     low_rank_sites: tuple[LowRankSite, ...] = ()
     sites: tuple[Site, ...] = ()
     if by == "low_rank":
@@ -363,7 +363,7 @@ def adapt(
         pretrained=True,
     )
     if by != "head":
-        source.warn_about_equal_weights(sites, low_rank_sites, separate_layers)
+        source.check_differences(sites, low_rank_sites, separate_layers)
     return build(reference, spec, generator=generator, flow=source.flow)
 
 

@@ -49,7 +49,7 @@ from embens.optimizers import MakeOptimizer, OptimizerKind, measure_kind
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
-    from embens.sites import EnsembleSpec
+    from embens.spec import EnsembleSpec
 
 Gamma = float | int | Callable[[int], float] | None
 
@@ -211,6 +211,29 @@ def gamma_for_coupling(members: int, coupling: float) -> float:
     return members / max(1 + (members - 1) * coupling, 1 - coupling)
 
 
+def overlap(spec: "EnsembleSpec") -> float:
+    r"""Return the product of the post laws' :math:`E[u_a u_b] / E[u^2]` over the hidden sites.
+
+    Separately drawn last layers make it 0. Low-rank layers count with the fraction of the weights
+    that members have in common.
+
+    Args:
+        spec: Spec of the ensemble.
+
+    Returns:
+        The coupling of two members, from 0 to 1.
+    """
+    if spec.individual_head or spec.separate:
+        return 0.0
+    product = 1.0
+    for site in spec.sites:
+        if site.kind == "post" and site.hidden:
+            product *= site.law.overlap
+    for low_rank in spec.low_rank:
+        product /= 1 + low_rank.scale**2
+    return product
+
+
 def natural_gamma(spec: "EnsembleSpec") -> float:
     """Return the default gradient scale of an ensemble.
 
@@ -223,7 +246,7 @@ def natural_gamma(spec: "EnsembleSpec") -> float:
     Returns:
         The gradient scale, gamma* of this module.
     """
-    coupling = spec.overlap
+    coupling = overlap(spec)
     pairs = spec.members * (spec.members - 1)
     if spec.chosen and pairs:
         equal_pairs = sum(count * (count - 1) for count in Counter(spec.chosen).values())
@@ -336,23 +359,45 @@ def shared_factors(spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer)
     return SharedFactors(rate, decay, fits_adam=kind.scale_free or natural == spec.members)
 
 
+@suggest(synonyms.RATES)
 def parameter_groups(
     ensemble: "EmbeddedEnsemble",
-    lr: float,
-    modulation_lr: float | None,
-    weight_decay: float,
+    lr: float = 0.01,
+    modulation_lr: float | None = None,
+    weight_decay: float = 5e-4,
     *,
-    gamma: Gamma,
-    optimizer: MakeOptimizer,
-    modulation_weight_decay: float,
+    gamma: Gamma = None,
+    optimizer: MakeOptimizer = torch.optim.SGD,
+    modulation_weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups; see :meth:`embens.EmbeddedEnsemble.parameter_groups`.
+    r"""Return parameter groups for a torch optimizer.
 
-    Every group has its factor of the learning rate as ``gamma_factor``, for code that sets rates.
-    A step with rates that have lost gamma raises ValueError (:func:`check_rates`).
+    With them, one step on :func:`embens.objective` is the paper's update. Every group has its
+    factor of the learning rate as ``gamma_factor``, for code that sets rates. A step with rates
+    that have lost gamma raises ValueError (:func:`check_rates`).
+
+    Args:
+        ensemble: The ensemble.
+        lr: Learning rate. That of the shared parameters is ``lr`` times :math:`\gamma(M)/M`,
+            for optimizers of the Adam kind times :math:`\gamma/\gamma^*`.
+        modulation_lr: Learning rate of modulations; None: ``lr``.
+        weight_decay: Weight decay of shared parameters and per-member layers, in units of
+            ``lr``, independent of gamma.
+        gamma: A number (0: shared parameters do not move), a function of the number of
+            members, or None for the natural value.
+        optimizer: Optimizer class that the groups are for, or a function from groups to an
+            optimizer.
+        modulation_weight_decay: Weight decay of modulations.
 
     Returns:
-        Up to three groups, in this order: shared parameters, modulations, per-member layers.
+        Up to three groups: shared parameters, modulations, per-member layers.
+
+    Example:
+        >>> from embens import batch_ensemble
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> groups = batch_ensemble(net, members=4).parameter_groups(lr=0.1, gamma=1)
+        >>> [group["lr"] for group in groups]
+        [0.025, 0.1]
     """
     _watch_optimizers()
     if modulation_lr is None:

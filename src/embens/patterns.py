@@ -1,11 +1,13 @@
 """Layers and modules that names, wildcards or a predicate select."""
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from embens.checks import closest
-from embens.sites import is_within, match
+from embens.sites import NORMS, is_within, match
 
 if TYPE_CHECKING:
     from embens.embed import Source
@@ -51,17 +53,47 @@ def select_layers(source: "Source", sites: Any) -> set[str]:
     return names
 
 
-def match_modules(source: "Source", pattern: str, candidates: Sequence[str]) -> list[str]:
-    """Return the modules of which every member gets a separate copy.
+def select_modules(source: "Source", own: Any) -> set[str]:
+    """Return the modules that names or wildcards select, for separate copies in every member.
 
     Args:
         source: The reference with its modules.
-        pattern: A module, which stands for the layers inside it, or a wildcard.
-        candidates: Modules of which members can have copies.
+        own: A module, which stands for the layers inside it, a wildcard, "last", or several of
+            them.
 
     Raises:
-        ValueError: If there is none, or if the module holds tensors outside of known layers.
+        TypeError: If ``own`` is something else.
+        ValueError: If a pattern matches no module, or one with tensors outside of known layers.
     """
+    attentions = []
+    for name, module in source.modules.items():
+        if isinstance(module, nn.MultiheadAttention):
+            attentions.append(name)
+    candidates = []
+    for name, module in source.modules.items():
+        is_used = name in source.flow.upstream
+        if name in attentions:
+            # The data flow contains the projections of an attention, not its module.
+            is_used = f"{name}.out_proj".lstrip(".") in source.flow.upstream
+        is_inside = any(name != outer and is_within(name, [outer]) for outer in attentions)
+        if (is_used and not is_inside) or isinstance(module, NORMS):
+            candidates.append(name)
+    is_single = isinstance(own, str) or not isinstance(own, Iterable)
+    names: set[str] = set()
+    for pattern in [own] if is_single else own:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"own must be 'last', or names or wildcards of layers, got {pattern!r}."
+            )
+        if pattern == "last" and pattern not in source.modules:
+            names.update(source.last_modules())
+        else:
+            names.update(_match_modules(source, pattern, candidates))
+    return names
+
+
+def _match_modules(source: "Source", pattern: str, candidates: Sequence[str]) -> list[str]:
+    """Return the candidates that a wildcard matches, or that are inside a module."""
     if pattern in source.modules:
         inside = [name for name in source.modules if is_within(name, [pattern])]
         matches = [name for name in candidates if name in inside]
@@ -88,6 +120,33 @@ def _refuse_unknown_parts(
             raise ValueError(
                 f"own: {pattern!r} contains {name!r} ({type(module).__name__}), which is not a "
                 "known layer. Name the layers, or add the class with embens.register_layer."
+            )
+
+
+def refuse_modulated(
+    source: "Source", names: Collection[str], sites: Any, laws: Iterable[Any]
+) -> None:
+    """Raise ValueError if the user names a separate layer among the modulated ones.
+
+    Args:
+        source: The reference.
+        names: Modules of which every member has a separate copy.
+        sites: See :func:`embens.embed`.
+        laws: The arguments ``pre`` and ``post``, which may be mappings from layers to laws.
+    """
+    modulated: list[Any] = []
+    if isinstance(sites, str):
+        modulated.append(sites)
+    elif isinstance(sites, Iterable):
+        modulated += sites
+    for law in laws:
+        if isinstance(law, Mapping):
+            modulated += law
+    for name in modulated:
+        if name in source.layers and is_within(name, names):
+            raise ValueError(
+                f"{name!r} is a per-member layer, which needs no modulation. Remove it from sites, "
+                "pre and post, or from own."
             )
 
 

@@ -1,4 +1,4 @@
-r"""Parameter layers, the sites of their modulations, and the specification of an ensemble.
+r"""Parameter layers and the sites of their modulations.
 
 Member :math:`a` of an ensemble is the reference with other weights. In a modulated layer they are
 
@@ -7,28 +7,33 @@ Member :math:`a` of an ensemble is the reference with other weights. In a modula
 where ``post`` (:math:`u`) multiplies the input of the layer and ``pre`` (:math:`v`) its output. A
 *site* is one side of one layer. A :class:`Layer` says where a layer keeps its weights and which of
 their axes are inputs and outputs; :func:`register_layer` adds kinds of layers.
-
-An :class:`EnsembleSpec` is everything that the user asked for. It is small and immutable, and it is
-saved with the tensors. How an ensemble runs is derived from the reference and the spec.
 """
 
 import copy
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from embens.laws import Law
+
+if TYPE_CHECKING:
+    from embens.spec import PerMember
 
 Side = Literal["pre", "post"]
 Channels = Callable[[Any], tuple[int | None, int | None]]
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+_STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 
 
 # Layers
@@ -328,7 +333,7 @@ def _recurrent_layers(name: str, module: nn.RNNBase) -> list[Layer]:
     return layers
 
 
-# Specification
+# Sites
 
 
 @dataclass(frozen=True)
@@ -361,150 +366,6 @@ class Site:
         return f"{self.layer}.{self.kind}"
 
 
-@dataclass(frozen=True)
-class LowRankSite:
-    """A layer whose weights differ between members by a matrix of low rank.
-
-    Attributes:
-        layer: Name of the layer.
-        rank: Rank of the matrix.
-        kind: "multiplicative" or "additive".
-        scale: Initial standard deviation of the matrix, relative to the weights.
-    """
-
-    layer: str
-    rank: int
-    kind: Literal["multiplicative", "additive"]
-    scale: float = 0.0
-
-
-@dataclass(frozen=True)
-class PerMember:
-    """A module of which every member has separate tensors.
-
-    Attributes:
-        module: Name of the module.
-        tensors: Names of its per-member parameters and buffers.
-        drawn: Whether parameters were initialised separately for each member.
-    """
-
-    module: str
-    tensors: tuple[str, ...]
-    drawn: bool = False
-
-
-@dataclass(frozen=True)
-class EnsembleSpec:
-    """What the user asked for: everything that makes an ensemble out of a reference.
-
-    Attributes:
-        family: Name of the function that made the ensemble.
-        members: Number of members.
-        sites: Modulated sites.
-        low_rank: Layers with low-rank members.
-        per_member: Modules with separate tensors for each member.
-        frozen: Whether the shared parameters are not trained.
-        pretrained: Whether the members begin near a trained reference.
-        separate: Whether members share no parameter.
-        individual_head: True if every member has a separately drawn last layer.
-        sampled: Number of members that the modulations were sampled for, which joint laws depend
-            on. It is larger than ``members`` in a subset.
-        chosen: Indices of a subset's members in the original ensemble; empty for all members.
-    """
-
-    family: str
-    members: int
-    sites: tuple[Site, ...] = ()
-    low_rank: tuple[LowRankSite, ...] = ()
-    per_member: tuple[PerMember, ...] = ()
-    frozen: bool = False
-    pretrained: bool = False
-    separate: bool = False
-    individual_head: bool = False
-    sampled: int = 0
-    chosen: tuple[int, ...] = ()
-
-    @property
-    def has_repeated_members(self) -> bool:
-        """Whether some members of a subset are the same."""
-        return len(set(self.chosen)) < len(self.chosen)
-
-    @property
-    def overlap(self) -> float:
-        r"""The product of the post laws' :math:`E[u_a u_b] / E[u^2]` over the hidden sites.
-
-        Separately drawn last layers make it 0. Low-rank layers count with the fraction of the
-        weights that members have in common.
-        """
-        if self.individual_head or self.separate:
-            return 0.0
-        overlap = 1.0
-        for site in self.sites:
-            if site.kind == "post" and site.hidden:
-                overlap *= site.law.overlap
-        for low_rank in self.low_rank:
-            overlap /= 1 + low_rank.scale**2
-        return overlap
-
-    def subset(self, members: Iterable[int]) -> "EnsembleSpec":
-        """Return the spec of an ensemble of some of the members.
-
-        Args:
-            members: Indices of the members.
-
-        Returns:
-            The spec, with the indices in the original ensemble.
-        """
-        original = self.chosen or tuple(range(self.members))
-        chosen = tuple(original[a] for a in members)
-        sampled = self.sampled or self.members
-        return replace(self, members=len(chosen), sampled=sampled, chosen=chosen)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the spec in a form that JSON can hold; files are read by ``ensemble.header``."""
-        data = asdict(self)
-        data["sites"] = [{**asdict(site), "law": site.law.to_dict()} for site in self.sites]
-        return data
-
-    def check_reference(self, reference: nn.Module) -> None:
-        """Raise ValueError if a reference lacks a layer of the spec or has other sizes.
-
-        Args:
-            reference: The network that a saved ensemble is joined to.
-        """
-        layers = find_layers(reference)
-        modules = dict(reference.named_modules())
-        for site in self.sites:
-            layer = _require(layers, site.layer)
-            channels = layer.channels(site.kind)
-            if site.size * site.repeat != channels:
-                raise ValueError(
-                    f"the {site.kind} site of layer {site.layer!r} has {site.size} × {site.repeat} "
-                    f"values, the reference's layer has {channels} channels: another shape. Pass "
-                    "the architecture that was saved."
-                )
-        for low_rank in self.low_rank:
-            _require(layers, low_rank.layer)
-        for item in self.per_member:
-            module = _require(modules, item.module)
-            tensors = {**module._parameters, **module._buffers}
-            for name in item.tensors:
-                if tensors.get(name) is None:
-                    raise ValueError(
-                        f"the reference's module {item.module!r} has no tensor {name!r}. Pass the "
-                        "architecture that was saved."
-                    )
-
-
-def _require(items: Mapping[str, Any], name: str) -> Any:
-    if name not in items:
-        raise ValueError(
-            f"the reference has no module {name!r}, which the saved ensemble has. Pass a reference "
-            "of the architecture that was saved."
-        )
-    return items[name]
-
-
 def match(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the names that match a name or wildcard.
 
@@ -529,3 +390,145 @@ def is_within(name: str, outer: Iterable[str]) -> bool:
         outer: Names of modules.
     """
     return any(name == o or not o or name.startswith(o + ".") for o in outer)
+
+
+# Layers of an embedded reference
+
+
+def tensor_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters and buffers that a module holds itself.
+
+    Args:
+        module: Any module; those inside it do not count.
+    """
+    names = []
+    for table in (module._parameters, module._buffers):
+        names += [name for name, tensor in table.items() if tensor is not None]
+    return tuple(names)
+
+
+def weight_shapes(
+    reference: nn.Module, layers: Mapping[str, Layer], names: Iterable[str]
+) -> dict[str, list[tuple[int, ...]]]:
+    """Return the shapes of the weights of some layers; layers that are gone are left out.
+
+    Args:
+        reference: The network.
+        layers: Its layers by name.
+        names: Names of the layers.
+    """
+    shapes = {}
+    for name in names:
+        layer = layers.get(name)
+        if layer is None:
+            continue
+        module = reference.get_submodule(layer.module)
+        weights = [module._parameters.get(weight_name) for weight_name in layer.weights]
+        shapes[name] = [tuple(weight.shape) for weight in weights if weight is not None]
+    return shapes
+
+
+def check_layers(
+    reference: nn.Module,
+    layers: Mapping[str, Layer],
+    expected: Mapping[str, list[tuple[int, ...]]],
+) -> None:
+    """Raise ValueError if a layer in which members differ is gone or has another shape.
+
+    Args:
+        reference: The network.
+        layers: Its layers by name.
+        expected: Shapes of the weights when the ensemble was made, by layer.
+    """
+    shapes = weight_shapes(reference, layers, expected)
+    for name, before in expected.items():
+        after = shapes.get(name)
+        if after == before:
+            continue
+        layer = layers.get(name)
+        if layer and parametrize.is_parametrized(reference.get_submodule(layer.module)):
+            continue  # the weight is computed; it is a parameter no more
+        raise ValueError(
+            f"the layer {name!r} was changed after embedding: its weights had the shapes {before}, "
+            f"now {after or 'it is no parameter layer'}. Embed the changed reference."
+        )
+
+
+def release_tensors(reference: nn.Module, items: Iterable["PerMember"]) -> None:
+    """Remove tensors from the reference, because every member has separate ones.
+
+    Args:
+        reference: The network, changed in place.
+        items: Modules and their per-member tensors.
+
+    Raises:
+        ValueError: If an attribute of a module holds such a tensor.
+    """
+    _refuse_held_tensors(reference, items)
+    for item in items:
+        for name in item.tensors:
+            release_tensor(reference, item.module, name)
+
+
+def release_tensor(reference: nn.Module, module: str, name: str) -> None:
+    """Remove a tensor from the reference, because every member has a separate one.
+
+    A placeholder without memory stays, as code may test whether the attribute is None.
+
+    Args:
+        reference: The network, changed in place.
+        module: Name of the module that holds the tensor.
+        name: Name of the parameter or buffer.
+    """
+    owner = reference.get_submodule(module)
+    for table in (owner._parameters, owner._buffers):
+        if name not in table:
+            continue
+        tensor = table.pop(name)
+        assert tensor is not None
+        owner._non_persistent_buffers_set.discard(name)
+        placeholder = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            placeholder = nn.Parameter(placeholder, tensor.requires_grad)
+        vars(owner)[name] = placeholder
+
+
+def _refuse_held_tensors(reference: nn.Module, items: Iterable["PerMember"]) -> None:
+    """Raise ValueError if an attribute of a module holds a tensor that becomes per-member."""
+    separate = {}
+    for item in items:
+        for key in item.tensors:
+            tensor = getattr(reference.get_submodule(item.module), key)
+            separate[id(tensor)] = f"{item.module}.{key}".lstrip(".")
+    for name, module in reference.named_modules():
+        if type(module).__module__.startswith("torch.nn."):
+            continue  # recurrent layers have lists of their weights, which they update
+        for key, value in vars(module).items():
+            if key in _STANDARD_ATTRIBUTES:
+                continue
+            full_name = f"{name}.{key}".lstrip(".")
+            for leaf in tree_leaves(value):
+                # The module of a per-member tensor holds its placeholder under the same name.
+                if separate.get(id(leaf), full_name) != full_name:
+                    raise ValueError(
+                        f"the attribute {key!r} of {name or 'the reference'!r} holds the parameter "
+                        f"{separate[id(leaf)]!r}, which members have separately. Read it from its "
+                        "layer."
+                    )
+
+
+def check_placeholders(reference: nn.Module, items: Iterable["PerMember"]) -> None:
+    """Raise ValueError if a module with per-member tensors was replaced after embedding.
+
+    Args:
+        reference: The network of an ensemble.
+        items: Modules and their per-member tensors.
+    """
+    for item in items:
+        module = reference.get_submodule(item.module)
+        for name in item.tensors:
+            if name in module._parameters or name in module._buffers:
+                raise ValueError(
+                    f"the layer {item.module!r} was changed after embedding, but members have "
+                    f"separate versions of its {name!r}. Embed the changed reference."
+                )

@@ -274,13 +274,6 @@ def test_a_recurrent_network_is_exported_and_trained_on(tmp_path):
     close(run(ensemble.to_onnx(tmp_path / "net.onnx", tokens), tokens)[0], trained)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_is_refused_with_another_way():
-    ensemble = embens.batch_ensemble(BUILD["mlp"].build(), 3)
-    with pytest.raises(TypeError, match=r"torch\.jit\.script cannot.*torch\.export"):
-        torch.jit.script(ensemble)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rows", [Dim("rows"), Dim.AUTO, Dim.DYNAMIC])
 def test_dynamic_shapes_can_have_every_form(rows):

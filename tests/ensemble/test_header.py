@@ -10,7 +10,8 @@ from embens import laws
 from embens.ensemble.header import MAX_MEMBERS, check_unique, read_law, read_spec
 from embens.fields import FIX
 from embens.files import Refused
-from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site
+from embens.sites import Site
+from embens.spec import EnsembleSpec, LowRankSite, PerMember
 
 SPEC = EnsembleSpec(
     "embed",

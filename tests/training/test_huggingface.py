@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 
 import pytest
@@ -259,7 +258,3 @@ def test_a_network_of_transformers_is_saved_without_a_warning(tmp_path):
     loaded = embens.load(tmp_path / "model.safetensors", bert()).eval()
     batch = {"input_ids": torch.ones(2, TOKENS, dtype=torch.int64)}
     torch.testing.assert_close(loaded(**batch).logits, model.eval()(**batch).logits)
-
-
-def test_tools_that_read_all_attributes_do_not_meet_the_refusal_of_trainer():
-    assert "accepts_loss_kwargs" not in dict(inspect.getmembers(make_ensemble()))

@@ -13,7 +13,44 @@ if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
 
 
-def accumulate_gradients(
+def backward(
+    ensemble: "EmbeddedEnsemble",
+    *inputs_and_target: Any,
+    criterion: optim.Criterion | None = None,
+    chunk: int = 1,
+    **kwargs: Any,
+) -> Tensor:
+    """Run forward and backward chunk by chunk and accumulate the objective's gradients.
+
+    Gradients are those of ``self.objective(self(x), target).backward()``; the memory is that of one
+    chunk. Values that members share are computed and backpropagated once.
+
+    Args:
+        ensemble: The ensemble.
+        *inputs_and_target: The reference's inputs, then the target. Several inputs may also be
+            passed as one tuple or dictionary, as for :func:`embens.fit`.
+        criterion: See :func:`embens.objective`.
+        chunk: Number of members at a time.
+        **kwargs: Keyword arguments of the reference.
+
+    Returns:
+        The objective, detached.
+
+    Example:
+        >>> from torch import nn
+        >>> from embens import batch_ensemble
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = batch_ensemble(net, members=4)
+        >>> loss = ensemble.backward(torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64))
+        >>> loss.requires_grad, ensemble.reference[0].weight.grad.shape
+        (False, torch.Size([8, 4]))
+    """
+    *inputs, target = inputs_and_target
+    args, named = ensemble.bind(inputs[0] if len(inputs) == 1 else inputs)
+    return _accumulate(ensemble, args, {**named, **kwargs}, target, criterion, chunk)
+
+
+def _accumulate(
     ensemble: "EmbeddedEnsemble",
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -21,19 +58,7 @@ def accumulate_gradients(
     criterion: optim.Criterion | None,
     chunk: int,
 ) -> Tensor:
-    """Run forward and backward for one chunk of members after another.
-
-    Args:
-        ensemble: The ensemble, whose gradients are accumulated.
-        inputs: Positional arguments of the reference.
-        kwargs: Its keyword arguments.
-        target: Target of every member.
-        criterion: See :func:`embens.objective`.
-        chunk: Number of members at a time.
-
-    Returns:
-        The objective, detached.
-    """
+    """Accumulate the gradients for bound arguments; return the objective, detached."""
     total: Any = 0.0
     with torch.enable_grad():
         folded, arguments = ensemble.foldings.find(inputs, kwargs)

@@ -17,14 +17,28 @@ if TYPE_CHECKING:
 
 
 def collapse(ensemble: "EmbeddedEnsemble", example_input: Any = None) -> nn.Module:
-    """Return a network with the mean output; see :meth:`embens.EmbeddedEnsemble.collapse`.
+    """Return one plain network whose output is the mean of the members' outputs.
 
-    If the output is affine in the tensors in which members differ, the network with the mean of
-    these tensors has the mean output.
+    It exists where the output is affine in the weights in which members differ, as in last-layer
+    dropout. The network with the mean of these weights has the mean output.
 
     Args:
         ensemble: The ensemble.
-        example_input: For code that cannot be traced.
+        example_input: See :func:`embens.embed`; needed if the code cannot be traced.
+
+    Returns:
+        A copy of the reference with the mean of the members' weights.
+
+    Raises:
+        ValueError: If the mean is not one network.
+
+    Example:
+        >>> from embens import last_layer_dropout
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = last_layer_dropout(net, members=4)
+        >>> x = torch.ones(5, 4)
+        >>> torch.allclose(ensemble.collapse()(x), ensemble(x).mean(0), atol=1e-5)
+        True
     """
     flow = ensemble.flow
     if example_input is not None:

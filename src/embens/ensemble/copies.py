@@ -21,7 +21,8 @@ from embens.ensemble.parametrizations import (
     parametrized_names,
 )
 from embens.graph.snapshots import PLAIN, STANDARD_ATTRIBUTES, snapshot
-from embens.sites import EnsembleSpec, Layer
+from embens.sites import Layer
+from embens.spec import EnsembleSpec
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble

@@ -23,7 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from embens.files import check_output, write_atomically
 from embens.modes import evaluating
-from embens.sites import EnsembleSpec
+from embens.spec import EnsembleSpec
 
 if TYPE_CHECKING:
     from onnx import ModelProto

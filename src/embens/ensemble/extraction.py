@@ -1,5 +1,6 @@
 """Members as plain networks."""
 
+import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,55 @@ from embens.graph.reading import copy_module
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
+
+
+def member(ensemble: "EmbeddedEnsemble", a: int) -> nn.Module:
+    """Return member ``a`` as a plain module with the same outputs.
+
+    Its layers are torch layers with the member's weights. Modulations cannot be merged into a layer
+    that computes its weight in its forward; hooks scale its input and output instead.
+
+    Args:
+        ensemble: The ensemble.
+        a: Index of the member; negative indices count from the end.
+
+    Returns:
+        A copy of the reference with the member's weights.
+
+    Raises:
+        IndexError: If there is no such member.
+        ValueError: If modulations are drawn at each pass.
+
+    Example:
+        >>> from embens import batch_ensemble
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = batch_ensemble(net, members=4)
+        >>> x = torch.ones(5, 4)
+        >>> torch.allclose(ensemble.member(3)(x), ensemble(x)[3], atol=1e-5)
+        True
+    """
+    index = index_of_member(ensemble, a)
+    if any(site.fresh for site in ensemble.spec.sites):
+        raise ValueError(
+            "modulations that are drawn at each pass belong to no member. Use fresh=False for a "
+            "fixed set."
+        )
+    return plain_member(ensemble, index, ensemble.sample_values())
+
+
+def index_of_member(ensemble: "EmbeddedEnsemble", a: Any) -> int:
+    """Return the index of a member from 0.
+
+    Args:
+        ensemble: The ensemble.
+        a: The index, which may be counted from the end.
+    """
+    if isinstance(a, bool) or not hasattr(a, "__index__"):
+        raise TypeError(f"the index of a member must be an integer, got {a!r}.")
+    index = operator.index(a)
+    if not -ensemble.members <= index < ensemble.members:
+        raise IndexError(f"member {index} does not exist, there are {ensemble.members} members.")
+    return index % ensemble.members
 
 
 def plain_member(

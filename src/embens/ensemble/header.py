@@ -8,7 +8,8 @@ from typing import Any, cast
 from embens.fields import FIX, Fields
 from embens.files import Refused
 from embens.laws import Law, from_dict, registered
-from embens.sites import EnsembleSpec, LowRankSite, PerMember, Site
+from embens.sites import Site
+from embens.spec import EnsembleSpec, LowRankSite, PerMember
 
 MAX_MEMBERS = 2**20
 """Members that a file may ask for: fresh masks have no tensors that would prove their number."""

@@ -14,7 +14,8 @@ from embens.ensemble.saving import FILE, FORMAT, fingerprints, shared_tensors
 from embens.fields import FIX, Fields
 from embens.files import Refused, read_tensors, refusing
 from embens.graph.reading import copy_reference
-from embens.sites import EnsembleSpec, find_layers
+from embens.sites import find_layers
+from embens.spec import EnsembleSpec
 
 
 def load(path: str | os.PathLike[str], reference: nn.Module) -> EmbeddedEnsemble:

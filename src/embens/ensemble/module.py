@@ -9,31 +9,36 @@ can be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.
 
 import copy
 import inspect
-import operator
-import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
 
-from embens import optim, synonyms
-from embens.checks import suggest
+from embens import optim
+from embens.ensemble import accumulation, collapsing, export, extraction, saving, subsets
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
+from embens.ensemble.guarded_module import GuardedModule
 from embens.ensemble.merged import MergedExecutor
 from embens.ensemble.outside import find_hidden, refuse_hidden
-from embens.ensemble.separation import expand_buffers, separate_buffers
+from embens.ensemble.separation import match_buffers
 from embens.graph.domains import Unfoldable
 from embens.graph.folding import ModuleState, fold
 from embens.graph.guards import Guard, Unwatchable
 from embens.graph.members import Folded, FoldedPass
 from embens.graph.reading import Flow, detached_state, has_user_code
-from embens.graph.snapshots import HOOKS, STANDARD_ATTRIBUTES
+from embens.graph.snapshots import HOOKS
 from embens.modes import constant_when_compiled
-from embens.sites import EnsembleSpec, Layer, Site, find_layers
+from embens.sites import (
+    Site,
+    check_layers,
+    check_placeholders,
+    find_layers,
+    release_tensors,
+    weight_shapes,
+)
+from embens.spec import EnsembleSpec
 from embens.trees import check_same_structure, gather, join_members
 
 MOST_FOLDINGS = 16
@@ -74,24 +79,7 @@ class MemberTensors(nn.Module):
         return tensors
 
 
-class _StockTrainer:
-    """Descriptor that raises when the ``Trainer`` of transformers reads ``accepts_loss_kwargs``.
-
-    That trainer would take the member axis for the batch axis. ``EnsembleTrainer`` sets the
-    attribute on its ensemble, so that the descriptor is not reached.
-    """
-
-    def __get__(self, ensemble: "EmbeddedEnsemble | None", owner: type) -> Any:
-        if ensemble is None:
-            return self
-        raise TypeError(
-            "transformers.Trainer cannot train an ensemble. Use "
-            "embens.training.huggingface.EnsembleTrainer, which has the same arguments, or "
-            "embens.fit."
-        )
-
-
-class EmbeddedEnsemble(nn.Module):
+class EmbeddedEnsemble(GuardedModule):
     """M members in one network; made by :func:`embens.embed` and the families.
 
     Args:
@@ -112,13 +100,20 @@ class EmbeddedEnsemble(nn.Module):
         >>> from embens import batch_ensemble
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> ensemble = batch_ensemble(net, members=4)
-        >>> ensemble(torch.zeros(5, 4)).shape
-        torch.Size([4, 5, 3])
-        >>> ensemble.executor
-        'folded'
+        >>> outputs = ensemble(torch.zeros(5, 4))
+        >>> outputs.shape, ensemble.executor
+        (torch.Size([4, 5, 3]), 'folded')
+        >>> ensemble.objective(outputs, torch.zeros(5, dtype=torch.int64)).backward()
+        >>> [tuple(parameter.shape) for parameter in ensemble.shared_parameters()]
+        [(8, 4), (8,), (3, 8), (3,)]
+        >>> [tuple(parameter.shape) for parameter in ensemble.individual_parameters()]
+        [(4, 8), (4, 8)]
+        >>> [(site.key, ensemble.site_values(site).shape) for site in ensemble.spec.sites]
+        [('0.pre', torch.Size([4, 8])), ('2.post', torch.Size([4, 8]))]
+        >>> args, kwargs = ensemble.bind(torch.zeros(5, 4))
+        >>> len(args), kwargs
+        (1, {})
     """
-
-    accepts_loss_kwargs = _StockTrainer()
 
     def __init__(
         self,
@@ -133,17 +128,18 @@ class EmbeddedEnsemble(nn.Module):
         self.reference = reference
         self.training = reference.training
         self.layers = find_layers(reference)
-        self.weight_shapes = _weight_shapes(reference, self.layers, spec)
+        differing = [site.layer for site in (*spec.sites, *spec.low_rank)]
+        self.weight_shapes = weight_shapes(reference, self.layers, differing)
         # State of the generator of fresh masks; None: torch's global generator.
         self.generator_state: Tensor | None
         self.register_buffer("generator_state", None)
         self.individual = MemberTensors()
         for name, tensor in values.items():
             self.individual.add(name, tensor)
-        _refuse_held_tensors(reference, spec)
-        for item in spec.per_member:
-            for key in item.tensors:
-                self.release_tensor(item.module, key)
+        if spec.per_member:
+            if has_user_code(reference):
+                _refuse_hidden_tensors(reference, spec)
+            release_tensors(reference, spec.per_member)
         if spec.frozen:
             for parameter in reference.parameters():
                 parameter.requires_grad_(False)
@@ -160,7 +156,7 @@ class EmbeddedEnsemble(nn.Module):
     @property
     def overlap(self) -> float:
         r"""Product of the post laws' :math:`E[u_a u_b] / E[u^2]` over the hidden sites."""
-        return self.spec.overlap
+        return optim.overlap(self.spec)
 
     @property
     def natural_gamma(self) -> float:
@@ -188,13 +184,6 @@ class EmbeddedEnsemble(nn.Module):
 
         Raises:
             ValueError: If the site is fresh.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> [(site.key, ensemble.site_values(site).shape) for site in ensemble.spec.sites]
-            [('0.pre', torch.Size([4, 8])), ('2.post', torch.Size([4, 8]))]
         """
         if site.fresh:
             raise ValueError(
@@ -208,13 +197,6 @@ class EmbeddedEnsemble(nn.Module):
 
         Yields:
             Parameters ``(member, …)``.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> [tuple(parameter.shape) for parameter in ensemble.individual_parameters()]
-            [(4, 8), (4, 8)]
         """
         yield from self.individual.parameters()
 
@@ -223,64 +205,13 @@ class EmbeddedEnsemble(nn.Module):
 
         Yields:
             Parameters with the shapes of the reference's.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> [tuple(parameter.shape) for parameter in ensemble.shared_parameters()]
-            [(8, 4), (8,), (3, 8), (3,)]
         """
         yield from self.reference.parameters()
 
-    @suggest(synonyms.RATES)
-    def parameter_groups(
-        self,
-        lr: float = 0.01,
-        modulation_lr: float | None = None,
-        weight_decay: float = 5e-4,
-        *,
-        gamma: optim.Gamma = None,
-        optimizer: optim.MakeOptimizer = torch.optim.SGD,
-        modulation_weight_decay: float = 0.0,
-    ) -> list[dict[str, Any]]:
-        r"""Return parameter groups for a torch optimizer.
-
-        With them, one step on :func:`embens.objective` is the paper's update.
-
-        Args:
-            lr: Learning rate. That of the shared parameters is ``lr`` times :math:`\gamma(M)/M`,
-                for optimizers of the Adam kind times :math:`\gamma/\gamma^*`.
-            modulation_lr: Learning rate of modulations; None: ``lr``.
-            weight_decay: Weight decay of shared parameters and per-member layers, in units of
-                ``lr``, independent of gamma.
-            gamma: A number (0: shared parameters do not move), a function of the number of
-                members, or None for the natural value.
-            optimizer: Optimizer class that the groups are for, or a function from groups to an
-                optimizer.
-            modulation_weight_decay: Weight decay of modulations.
-
-        Returns:
-            Up to three groups: shared parameters, modulations, per-member layers.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> groups = batch_ensemble(net, members=4).parameter_groups(lr=0.1, gamma=1)
-            >>> [group["lr"] for group in groups]
-            [0.025, 0.1]
-        """
-        return optim.parameter_groups(
-            self,
-            lr,
-            modulation_lr,
-            weight_decay,
-            gamma=gamma,
-            optimizer=optimizer,
-            modulation_weight_decay=modulation_weight_decay,
-        )
-
     # Running and training
+
+    parameter_groups = optim.parameter_groups
+    backward = accumulation.backward
 
     def forward(
         self,
@@ -340,13 +271,6 @@ class EmbeddedEnsemble(nn.Module):
 
         Returns:
             Positional and keyword arguments.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> args, kwargs = batch_ensemble(net, members=4).bind(torch.zeros(5, 4))
-            >>> len(args), kwargs
-            (1, {})
         """
         return bind_inputs(self.reference, inputs)
 
@@ -371,227 +295,17 @@ class EmbeddedEnsemble(nn.Module):
 
         Returns:
             A scalar.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> outputs = ensemble(torch.zeros(5, 4))
-            >>> ensemble.objective(outputs, torch.zeros(5, dtype=torch.int64)).shape
-            torch.Size([])
         """
         return optim.objective(outputs, target, criterion, batch=batch, of=of, members=self.members)
 
-    def backward(
-        self,
-        *inputs_and_target: Any,
-        criterion: optim.Criterion | None = None,
-        chunk: int = 1,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Run forward and backward chunk by chunk and accumulate the objective's gradients.
-
-        Gradients are those of ``self.objective(self(x), target).backward()``; the memory is that of
-        one chunk. Values that members share are computed and backpropagated once.
-
-        Args:
-            *inputs_and_target: The reference's inputs, then the target. Several inputs may also be
-                passed as one tuple or dictionary, as for :func:`embens.fit`.
-            criterion: See :func:`embens.objective`.
-            chunk: Number of members at a time.
-            **kwargs: Keyword arguments of the reference.
-
-        Returns:
-            The objective, detached.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> loss = ensemble.backward(torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64))
-            >>> loss.requires_grad, ensemble.reference[0].weight.grad.shape
-            (False, torch.Size([8, 4]))
-        """
-        from embens.ensemble.accumulation import accumulate_gradients
-
-        *inputs, target = inputs_and_target
-        args, named = self.bind(inputs[0] if len(inputs) == 1 else inputs)
-        return accumulate_gradients(self, args, {**named, **kwargs}, target, criterion, chunk)
-
     # Members and files
 
-    def member(self, a: int) -> nn.Module:
-        """Return member ``a`` as a plain module with the same outputs.
-
-        Its layers are torch layers with the member's weights. Modulations cannot be merged into a
-        layer that computes its weight in its forward; hooks scale its input and output instead.
-
-        Args:
-            a: Index of the member; negative indices count from the end.
-
-        Returns:
-            A copy of the reference with the member's weights.
-
-        Raises:
-            IndexError: If there is no such member.
-            ValueError: If modulations are drawn at each pass.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> x = torch.ones(5, 4)
-            >>> torch.allclose(ensemble.member(3)(x), ensemble(x)[3], atol=1e-5)
-            True
-        """
-        a = self._index(a)
-        if any(site.fresh for site in self.spec.sites):
-            raise ValueError(
-                "modulations that are drawn at each pass belong to no member. Use fresh=False for "
-                "a fixed set."
-            )
-        from embens.ensemble.extraction import plain_member
-
-        return plain_member(self, a, self.sample_values())
-
-    def subset(self, members: Iterable[int]) -> "EmbeddedEnsemble":
-        """Return an ensemble of some of the members, which shares no tensor with this one.
-
-        Args:
-            members: Indices of the members. A member that occurs twice counts twice in means.
-
-        Returns:
-            The smaller ensemble.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> batch_ensemble(net, members=8).subset([0, 3, 5]).members
-            3
-        """
-        from embens.ensemble.subsets import subset
-
-        if not isinstance(members, Iterable):
-            raise TypeError(f"members must be a list of indices, got {members!r}.")
-        return subset(self, [self._index(a) for a in members])
-
-    def collapse(self, example_input: Any = None) -> nn.Module:
-        """Return one plain network whose output is the mean of the members' outputs.
-
-        It exists where the output is affine in the weights in which members differ, as in
-        last-layer dropout.
-
-        Args:
-            example_input: See :func:`embens.embed`; needed if the code cannot be traced.
-
-        Returns:
-            A copy of the reference with the mean of the members' weights.
-
-        Raises:
-            ValueError: If the mean is not one network.
-
-        Example:
-            >>> from embens import last_layer_dropout
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = last_layer_dropout(net, members=4)
-            >>> x = torch.ones(5, 4)
-            >>> torch.allclose(ensemble.collapse()(x), ensemble(x).mean(0), atol=1e-5)
-            True
-        """
-        from embens.ensemble.collapsing import collapse
-
-        return collapse(self, example_input)
-
-    def to_onnx(self, path: str | os.PathLike[str], example: Any) -> Path:
-        """Write all members to one ONNX file; see :func:`embens.to_onnx`.
-
-        Args:
-            path: The file.
-            example: A batch, a tuple of arguments, or a dictionary of them.
-
-        Returns:
-            The path.
-
-        Example:
-            >>> import tempfile
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> folder = tempfile.mkdtemp()
-            >>> batch_ensemble(net, members=4).to_onnx(f"{folder}/e.onnx", torch.zeros(5, 4)).name
-            'e.onnx'
-        """
-        from embens.ensemble.export import to_onnx
-
-        return to_onnx(self, path, example)
-
-    def save(self, path: str | os.PathLike[str], *, shared: bool = True) -> None:
-        """Write the ensemble to one safetensors file; :func:`embens.load` reads it.
-
-        Args:
-            path: The file.
-            shared: Whether to write the shared parameters. False: loading takes them from the
-                reference, and refuses a reference with other weights.
-
-        Raises:
-            IsADirectoryError: If ``path`` is a folder, which is left unchanged.
-            FileNotFoundError: If its folder does not exist.
-
-        Example:
-            >>> import tempfile
-            >>> from embens import batch_ensemble, load
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> path = f"{tempfile.mkdtemp()}/ensemble.safetensors"
-            >>> batch_ensemble(net, members=4).save(path)
-            >>> load(path, net).members
-            4
-        """
-        from embens.ensemble.saving import save
-
-        save(self, path, shared=shared)
-
-    def save_pretrained(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        shared: bool | None = None,
-        base: str = "",
-        results: Mapping[str, float] | None = None,
-    ) -> None:
-        """Write a folder with the ensemble and a model card, for ``embens.load(folder, …)``.
-
-        Both files appear at once, also if the process is killed or the disk is full.
-
-        Args:
-            folder: The folder. It may replace an empty folder, or one that this method wrote.
-            shared: Whether to write the shared parameters; None: unless they are frozen.
-            base: Where the reference comes from, for the card.
-            results: Metrics for the card.
-
-        Raises:
-            FileExistsError: If the folder holds other files; it is left unchanged.
-            NotADirectoryError: If ``folder`` is a file.
-
-        Example:
-            >>> import os, tempfile
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> folder = f"{tempfile.mkdtemp()}/ensemble"
-            >>> batch_ensemble(net, members=4).save_pretrained(folder)
-            >>> sorted(os.listdir(folder))
-            ['README.md', 'ensemble.safetensors']
-        """
-        from embens.ensemble.saving import save_pretrained
-
-        save_pretrained(self, folder, shared=shared, base=base, results=results or {})
-
-    def _index(self, a: Any) -> int:
-        """Return the index of a member, which may be counted from the end."""
-        if isinstance(a, bool) or not hasattr(a, "__index__"):
-            raise TypeError(f"the index of a member must be an integer, got {a!r}.")
-        index = operator.index(a)
-        if not -self.members <= index < self.members:
-            raise IndexError(f"member {index} does not exist, there are {self.members} members.")
-        return index % self.members
+    member = extraction.member
+    subset = subsets.subset
+    collapse = collapsing.collapse
+    to_onnx = export.to_onnx
+    save = saving.save
+    save_pretrained = saving.save_pretrained
 
     # Execution
 
@@ -606,13 +320,6 @@ class EmbeddedEnsemble(nn.Module):
 
         Returns:
             Outputs of all members, ``(member, batch, …)``.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> ensemble.run((torch.zeros(5, 4),), {}, None, per_member=False).shape
-            torch.Size([4, 5, 3])
         """
         outputs = list(self._run_chunks(inputs, kwargs, chunk, per_member=per_member))
         if len(outputs) == 1:
@@ -647,14 +354,6 @@ class EmbeddedEnsemble(nn.Module):
 
         Returns:
             First member and number of members of each chunk.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=5)
-            >>> folded, arguments = ensemble.foldings.find((torch.zeros(5, 4),), {})
-            >>> ensemble.chunks(folded, arguments, chunk=2)
-            [(0, 2), (2, 2), (4, 1)]
         """
         size = self.chunk if chunk is None else chunk
         if size is None:
@@ -669,13 +368,6 @@ class EmbeddedEnsemble(nn.Module):
 
         Returns:
             Tensors ``(member, …)`` by name.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> values = batch_ensemble(net, members=4).sample_values()
-            >>> {name: tuple(value.shape) for name, value in values.items()}
-            {'0.pre': (4, 8), '2.post': (4, 8)}
         """
         values = self.individual.tensors()
         fresh_sites = [site for site in self.spec.sites if site.fresh]
@@ -698,12 +390,6 @@ class EmbeddedEnsemble(nn.Module):
 
         Returns:
             Names that the code of a member has assigned in a merged pass.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> batch_ensemble(net, members=4).changed_attributes()
-            set()
         """
         if self._merged is None:
             return set()
@@ -728,64 +414,12 @@ class EmbeddedEnsemble(nn.Module):
 
         Raises:
             ValueError: If a layer in which members differ is gone or has another shape.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> ensemble.reference[1] = nn.Linear(8, 8)
-            >>> ensemble.refresh_layers()
-            >>> list(ensemble.layers)
-            ['0', '1', '2']
         """
         layers = find_layers(self.reference)
-        shapes = _weight_shapes(self.reference, layers, self.spec)
-        for name, before in self.weight_shapes.items():
-            after = shapes.get(name)
-            if after != before and not _is_parametrized(self.reference, layers.get(name)):
-                raise ValueError(
-                    f"the layer {name!r} was changed after embedding: its weights had the shapes "
-                    f"{before}, now {after or 'it is no parameter layer'}. Embed the changed "
-                    "reference."
-                )
-        for item in self.spec.per_member:
-            module = self.reference.get_submodule(item.module)
-            for key in item.tensors:
-                if key in module._parameters or key in module._buffers:
-                    raise ValueError(
-                        f"the layer {item.module!r} was changed after embedding, but members have "
-                        f"separate versions of its {key!r}. Embed the changed reference."
-                    )
+        check_layers(self.reference, layers, self.weight_shapes)
+        if self.spec.per_member:
+            check_placeholders(self.reference, self.spec.per_member)
         self.layers = layers
-
-    def release_tensor(self, module: str, name: str) -> None:
-        """Remove a tensor from the reference, because every member has a separate one.
-
-        A placeholder without memory stays, as code may test whether the attribute is None.
-
-        Args:
-            module: Name of the module in the reference.
-            name: Name of the parameter or buffer.
-
-        Example:
-            >>> from embens import batch_ensemble
-            >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-            >>> ensemble = batch_ensemble(net, members=4)
-            >>> ensemble.release_tensor("2", "bias")
-            >>> ensemble.reference[2].bias.device
-            device(type='meta')
-        """
-        owner = self.reference.get_submodule(module)
-        for table in (owner._parameters, owner._buffers):
-            if name not in table:
-                continue
-            tensor = table.pop(name)
-            assert tensor is not None
-            owner._non_persistent_buffers_set.discard(name)
-            placeholder = torch.empty_like(tensor, device="meta", requires_grad=False)
-            if isinstance(tensor, nn.Parameter):
-                placeholder = nn.Parameter(placeholder, tensor.requires_grad)
-            vars(owner)[name] = placeholder
 
     # State
 
@@ -806,17 +440,6 @@ class EmbeddedEnsemble(nn.Module):
         self.flow = flow
         self.foldings = Foldings(self)
         self._merged: MergedExecutor | None = None
-
-    def __dir__(self) -> list[str]:
-        # Tools such as inspect.getmembers read each attribute they find here.
-        return [name for name in super().__dir__() if name != "accepts_loss_kwargs"]
-
-    def __prepare_scriptable__(self) -> Any:
-        """Refuse ``torch.jit.script``, which calls this method first."""
-        raise TypeError(
-            "torch.jit.script cannot compile an ensemble. Use torch.export.export(ensemble, (x,)) "
-            "or ensemble.to_onnx(path, x), or script one member: ensemble.member(0)."
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -844,33 +467,13 @@ class EmbeddedEnsemble(nn.Module):
         return copied
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         start = f"{prefix}individual."
-        saved_names = [key.removeprefix(start) for key in state_dict if key.startswith(start)]
-        saved, present = set(saved_names), set(self.individual.state_dict())
-        if saved - present:
-            # Members had separate buffers when the state was saved.
-            separate_buffers(self, saved_names)
-        if present - saved:
-            # Buffers were separated after the state was saved.
-            expand_buffers(self, state_dict, prefix)
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        saved = [key.removeprefix(start) for key in state_dict if key.startswith(start)]
+        if set(saved) != set(self.individual.state_dict()):
+            match_buffers(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         from embens.ensemble.description import describe_ensemble
@@ -892,8 +495,8 @@ class Foldings:
     def __init__(self, ensemble: EmbeddedEnsemble):
         self.ensemble = ensemble
         self.kept: list[Folding] = []
-        self.reason = ""
         self._preview: Folding | None = None
+        self.reason = ""
         self._argument_names: list[str] | None = None
 
     def clear(self) -> None:
@@ -924,7 +527,7 @@ class Foldings:
         """
         call = self._bind(inputs, kwargs)
         reason = _why_not_foldable(call, kwargs, per_member=per_member)
-        if reason != self.reason:
+        if reason != self.reason:  # torch.compile would run the assignment after each call
             self.reason = reason
         if call is None or reason:
             return None, []
@@ -1086,57 +689,14 @@ class Folding:
         return self.guard is None or self.guard.holds()
 
 
-def _refuse_held_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
-    """Raise ValueError if an attribute of a module holds a tensor that becomes per-member.
-
-    Args:
-        reference: The network.
-        spec: How members differ.
-    """
-    separate = {}
+def _refuse_hidden_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
+    """Raise ValueError if the code may read a per-member tensor from an object."""
+    separate_names = set()
     for item in spec.per_member:
-        for key in item.tensors:
-            tensor = getattr(reference.get_submodule(item.module), key)
-            separate[id(tensor)] = f"{item.module}.{key}".lstrip(".")
-    for name in find_hidden(reference) if separate else []:
-        if name in separate.values():
+        separate_names |= {f"{item.module}.{name}".lstrip(".") for name in item.tensors}
+    for name in find_hidden(reference):
+        if name in separate_names:
             refuse_hidden(name)
-    for name, module in reference.named_modules():
-        if type(module).__module__.startswith("torch.nn."):
-            continue  # recurrent layers have lists of their weights, which they update
-        for key, value in vars(module).items():
-            if key in STANDARD_ATTRIBUTES:
-                continue
-            full_name = f"{name}.{key}".lstrip(".")
-            for leaf in tree_leaves(value):
-                # The module of a per-member tensor holds its placeholder under the same name.
-                if separate.get(id(leaf), full_name) != full_name:
-                    raise ValueError(
-                        f"the attribute {key!r} of {name or 'the reference'!r} holds the parameter "
-                        f"{separate[id(leaf)]!r}, which members have separately. Read it from its "
-                        "layer."
-                    )
-
-
-def _is_parametrized(reference: nn.Module, layer: Layer | None) -> bool:
-    if layer is None:
-        return False
-    return parametrize.is_parametrized(reference.get_submodule(layer.module))
-
-
-def _weight_shapes(
-    reference: nn.Module, layers: Mapping[str, Layer], spec: EnsembleSpec
-) -> dict[str, list[tuple[int, ...]]]:
-    """Return the shapes of the weights of layers that are modulated or have low-rank members."""
-    shapes = {}
-    for site in (*spec.sites, *spec.low_rank):
-        layer = layers.get(site.layer)
-        if layer is None:
-            continue
-        module = reference.get_submodule(layer.module)
-        weights = [module._parameters.get(name) for name in layer.weights]
-        shapes[site.layer] = [tuple(weight.shape) for weight in weights if weight is not None]
-    return shapes
 
 
 def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:

@@ -29,12 +29,27 @@ CARD_START = "---\nlibrary_name: embens\n"
 def save(
     ensemble: "EmbeddedEnsemble", path: str | os.PathLike[str], *, shared: bool = True
 ) -> None:
-    """Write an ensemble; see :meth:`embens.EmbeddedEnsemble.save`.
+    """Write the ensemble to one safetensors file; :func:`embens.load` reads it.
 
     Args:
         ensemble: The ensemble.
         path: The file.
-        shared: Whether to write the shared parameters.
+        shared: Whether to write the shared parameters. False: loading takes them from the
+            reference, and refuses a reference with other weights.
+
+    Raises:
+        IsADirectoryError: If ``path`` is a folder, which is left unchanged.
+        FileNotFoundError: If its folder does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from embens import batch_ensemble, load
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> path = f"{tempfile.mkdtemp()}/ensemble.safetensors"
+        >>> batch_ensemble(net, members=4).save(path)
+        >>> load(path, net).members
+        4
     """
     names = attribute_names(read_attributes(ensemble))
     if names:
@@ -76,24 +91,40 @@ def save_pretrained(
     ensemble: "EmbeddedEnsemble",
     folder: str | os.PathLike[str],
     *,
-    shared: bool | None,
-    base: str,
-    results: Mapping[str, float],
+    shared: bool | None = None,
+    base: str = "",
+    results: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a folder; see :meth:`embens.EmbeddedEnsemble.save_pretrained`.
+    """Write a folder with the ensemble and a model card, for ``embens.load(folder, …)``.
+
+    Both files appear at once, also if the process is killed or the disk is full.
 
     Args:
         ensemble: The ensemble.
-        folder: The folder.
+        folder: The folder. It may replace an empty folder, or one that this method wrote.
         shared: Whether to write the shared parameters; None: unless they are frozen.
-        base: Where the reference comes from.
+        base: Where the reference comes from, for the card.
         results: Metrics for the card.
+
+    Raises:
+        FileExistsError: If the folder holds other files; it is left unchanged.
+        NotADirectoryError: If ``folder`` is a file.
+
+    Example:
+        >>> import os, tempfile
+        >>> from torch import nn
+        >>> from embens import batch_ensemble
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> folder = f"{tempfile.mkdtemp()}/ensemble"
+        >>> batch_ensemble(net, members=4).save_pretrained(folder)
+        >>> sorted(os.listdir(folder))
+        ['README.md', 'ensemble.safetensors']
     """
     if shared is None:
         shared = not ensemble.spec.frozen
     config = getattr(ensemble.reference, "config", None)
     base = base or getattr(config, "_name_or_path", "")
-    card = model_card(ensemble, base, results, has_shared=shared)
+    card = model_card(ensemble, base, results or {}, has_shared=shared)
 
     def fill(place: Path) -> None:
         save(ensemble, place / FILE, shared=shared)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from embens.sites import PerMember
+from embens.sites import release_tensor
+from embens.spec import PerMember
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
@@ -28,13 +29,34 @@ def separate_buffer(ensemble: "EmbeddedEnsemble", module: str, name: str, value:
     with torch.inference_mode(False):  # later passes may need gradients
         stack = value.clone().expand(ensemble.members, *value.shape).clone()
     ensemble.individual.add(f"{module}.{name}".lstrip("."), stack)
-    ensemble.release_tensor(module, name)
+    release_tensor(ensemble.reference, module, name)
     items = {item.module: item for item in ensemble.spec.per_member}
     item = items.get(module, PerMember(module, ()))
     items[module] = replace(item, tensors=(*item.tensors, name))
     ensemble.spec = replace(ensemble.spec, per_member=tuple(items.values()))
     ensemble.foldings.clear()
     return stack
+
+
+def match_buffers(ensemble: "EmbeddedEnsemble", state: dict[str, Any], prefix: str = "") -> None:
+    """Make buffers shared or separate as in a state that is about to be loaded.
+
+    A pass can turn a shared buffer into one buffer per member.
+
+    Args:
+        ensemble: The ensemble, changed in place.
+        state: The state, changed in place.
+        prefix: Of the names in the state.
+    """
+    start = f"{prefix}individual."
+    saved_names = [key.removeprefix(start) for key in state if key.startswith(start)]
+    saved, present = set(saved_names), set(ensemble.individual.state_dict())
+    if saved - present:
+        # Members had separate buffers when the state was saved.
+        separate_buffers(ensemble, saved_names)
+    if present - saved:
+        # Buffers were separated after the state was saved.
+        expand_buffers(ensemble, state, prefix)
 
 
 def separate_buffers(ensemble: "EmbeddedEnsemble", names: Iterable[str]) -> None:

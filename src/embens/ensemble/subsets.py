@@ -1,27 +1,40 @@
 """Ensembles of some of the members of an ensemble."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from embens.ensemble.copies import copy_attributes
+from embens.ensemble.extraction import index_of_member
 from embens.graph.reading import copy_reference
 
 if TYPE_CHECKING:
     from embens.ensemble.module import EmbeddedEnsemble
 
 
-def subset(ensemble: "EmbeddedEnsemble", indices: Sequence[int]) -> "EmbeddedEnsemble":
-    """Return an ensemble of some of the members; see :meth:`EmbeddedEnsemble.subset`.
+def subset(ensemble: "EmbeddedEnsemble", members: Iterable[int]) -> "EmbeddedEnsemble":
+    """Return an ensemble of some of the members, which shares no tensor with this one.
 
     Args:
         ensemble: The ensemble.
-        indices: Indices of the members, from 0.
+        members: Indices of the members. A member that occurs twice counts twice in means.
+
+    Returns:
+        The smaller ensemble.
+
+    Example:
+        >>> from embens import batch_ensemble
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> batch_ensemble(net, members=8).subset([0, 3, 5]).members
+        3
     """
+    if not isinstance(members, Iterable):
+        raise TypeError(f"members must be a list of indices, got {members!r}.")
+    indices = [index_of_member(ensemble, a) for a in members]
     if not indices:
         raise ValueError("members must contain at least one index, got none.")
-    spec = ensemble.spec.subset(list(indices))
+    spec = ensemble.spec.subset(indices)
     if spec.has_repeated_members and any(site.fresh for site in spec.sites):
         raise ValueError("a member whose modulations are drawn at each pass cannot occur twice.")
     values = _select_members(ensemble.individual.tensors(), indices)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from embens.sites import EnsembleSpec, Layer, LowRankSite
+from embens.sites import Layer
+from embens.spec import EnsembleSpec, LowRankSite
 
 
 def member_tensors(

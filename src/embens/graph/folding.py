@@ -54,7 +54,8 @@ from embens.graph.operations import (
 from embens.graph.reading import Tracer, copy_module, has_user_code
 from embens.graph.snapshots import HOOKS
 from embens.graph.tracing import StrictTracer
-from embens.sites import EnsembleSpec, Layer, Site, is_layer
+from embens.sites import Layer, Site, is_layer
+from embens.spec import EnsembleSpec
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONVOLUTIONS = (

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.graph.reading import Flow, detached_state, read_flow
-from embens.sites import PerMember, Site, find_layers
+from embens.sites import Site, find_layers
+from embens.spec import PerMember
 
 
 def plain_reference(ensemble: EmbeddedEnsemble) -> nn.Module:

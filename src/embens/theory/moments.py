@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from embens.laws import Law
-from embens.sites import LowRankSite
+from embens.spec import LowRankSite
 from embens.theory.expectations import Dual
 from embens.theory.placement import SHARED, Modulation, Placement
 

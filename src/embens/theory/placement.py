@@ -18,7 +18,8 @@ from embens.theory.expectations import differs_between_members
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
-    from embens.sites import LowRankSite, Site
+    from embens.sites import Site
+    from embens.spec import LowRankSite
 
 
 @dataclass(frozen=True)

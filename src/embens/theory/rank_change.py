@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from embens.laws import Law
 from embens.networks import Parametrized
-from embens.sites import LowRankSite
+from embens.spec import LowRankSite
 from embens.theory.expectations import Dual
 from embens.theory.moments import MEASURE, State, describe
 

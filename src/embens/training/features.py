@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embens.ensemble import EmbeddedEnsemble
 from embens.modes import evaluating
-from embens.sites import EnsembleSpec, PerMember
+from embens.spec import EnsembleSpec, PerMember
 from embens.training.batches import AnySource, map_tensors
 from embens.training.callbacks import Callback
 from embens.training.options import Options
