@@ -31,13 +31,25 @@ def test_other_candidates_are_refused(names, tmp_path):
         open_folder(tmp_path, names, PARTS)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "\x00"])
+@pytest.mark.parametrize("content", ["{", "[1]", "\x00", "[" * 100_000])
 def test_a_damaged_description_is_refused(content, tmp_path):
     open_folder(tmp_path, ["one"], PARTS)
     (tmp_path / "comparison.json").write_text(content)
 
     with pytest.raises(ValueError, match="is damaged"):
         open_folder(tmp_path, ["one"], PARTS)
+
+
+def test_a_file_in_place_of_the_folder_is_an_error_before_any_training(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for folder in (tmp_path / "file", tmp_path / "file" / "within"):
+        with pytest.raises(NotADirectoryError, match=r"A comparison needs a folder.*file'"):
+            open_folder(folder, ["one"], PARTS)
+    (tmp_path / "comparison.json").mkdir()
+    with pytest.raises(ValueError, match="is damaged"):
+        open_folder(tmp_path, ["one"], PARTS)
+
+    assert (tmp_path / "file").read_text() == "precious"
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -21,9 +21,11 @@ from training import problem
 
 import embens
 from embens import laws, networks, theory
+from embens.ensemble import saving
 from embens.ensemble.saving import CARD, FILE
 from embens.files import write_atomically
 from embens.pictures import picture
+from embens.theory import archive
 from embens.training import Checkpoint, CSVLog
 from reproduction import __main__ as command
 from reproduction.report import explorer, page
@@ -279,6 +281,19 @@ class TestPretrained:
         assert contents(tmp_path).keys() == {"folder", f"folder/{FILE}", f"folder/{CARD}"}
         assert contents(tmp_path) != before
 
+    def test_a_file_added_while_the_new_folder_is_written_protects_it(self, tmp_path, monkeypatch):
+        self.save(tmp_path / "folder")
+        save = saving.save
+
+        def save_slowly(*arguments, **options):
+            (tmp_path / "folder" / "notes.txt").write_text("precious")
+            save(*arguments, **options)
+
+        monkeypatch.setattr(saving, "save", save_slowly)
+        with pytest.raises(FileExistsError, match=r"holds other files \(README.md, ens.*, notes"):
+            self.save(tmp_path / "folder", "batch ensemble")
+        assert (tmp_path / "folder" / "notes.txt").read_text() == "precious"
+
 
 class TestCheckpoints:
     def fit(self, folder):
@@ -318,6 +333,20 @@ class TestCheckpoints:
             assert sorted(contents(folder)) == sorted(contents(tmp_path / "whole"))
 
 
+class TestLogs:
+    @pytest.mark.parametrize("content", [b"precious", b"a,b\n1,2\n", b"\xff\xfe"])
+    def test_a_file_of_the_user_is_refused_before_any_training(self, tmp_path, content):
+        path, data = tmp_path / "file.csv", problem.data()
+        path.write_bytes(content)
+        ensemble = problem.ensemble()
+        before = problem.weights(ensemble)
+
+        with pytest.raises(ValueError, match="is not a table of this run"):
+            embens.fit(ensemble, data, epochs=1, callbacks=[CSVLog(path)])
+        assert path.read_bytes() == content
+        problem.assert_equal(problem.weights(ensemble), before)
+
+
 class TestKernels:
     def test_a_folder_of_the_user_with_the_name_of_the_blocks_is_never_removed(self, tmp_path):
         blocks = tmp_path / "file.npz.partial"
@@ -335,6 +364,19 @@ class TestKernels:
         with pytest.raises(FileExistsError, match="but it is a file"):
             write_kernels(tmp_path / "file.npz")
         assert contents(tmp_path) == {"file.npz.partial": b"precious"}
+
+    def test_a_file_added_to_the_blocks_in_the_meantime_is_kept(self, tmp_path, monkeypatch):
+        compute = archive.compute_blocks
+
+        def compute_slowly(*arguments, **options):
+            (tmp_path / "file.npz.partial" / "precious").write_text("text")
+            return compute(*arguments, **options)
+
+        monkeypatch.setattr(archive, "compute_blocks", compute_slowly)
+        with pytest.warns(UserWarning, match="holds other files and was not removed"):
+            write_kernels(tmp_path / "file.npz")
+        assert contents(tmp_path / "file.npz.partial") == {"precious": b"text"}
+        assert theory.load_kernels(tmp_path / "file.npz").nngp.same.shape == (3, 3)
 
     def test_a_full_disk_leaves_finished_blocks_only(self, tmp_path):
         path = tmp_path / "file.npz"

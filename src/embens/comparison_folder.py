@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -36,11 +37,17 @@ def open_folder(
 
     Raises:
         ValueError: If the folder belongs to another comparison.
+        NotADirectoryError: If the folder, or one of its parents, is a file or a broken link.
     """
     identity: dict[str, Any] = {"candidates": list(names)}
     for part, values in data.items():
         identity[f"{part} data"] = _describe_data(values)
     path = Path(folder) / FILE
+    for place in (path.parent, *path.parent.parents):
+        if os.path.lexists(place) and not place.is_dir():
+            raise NotADirectoryError(
+                errno.ENOTDIR, "A comparison needs a folder. Choose another path", str(place)
+            )
     if path.exists():
         saved = _read_identity(path)
         for name, value in identity.items():
@@ -60,7 +67,7 @@ def _read_identity(path: Path) -> dict[str, Any]:
     """Return what describes the comparison of a folder."""
     try:
         saved = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError, IsADirectoryError):
         saved = None
     if not isinstance(saved, dict):
         raise ValueError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from embens.files import (
     PathLike,
     is_leftover,
+    name_target,
     remove_leftovers,
     remove_now,
     sync,
@@ -64,15 +65,14 @@ def write_folder(
         temporary.mkdir()
         fill(temporary)
         sync(temporary)
+        check_folder(path, is_earlier)  # files may have been added in the meantime
         _put(temporary, path)
     except BaseException as error:
         remove_now(temporary)
         for parent in missing_parents:
             with contextlib.suppress(OSError):  # another process may use it
                 parent.rmdir()
-        # The error of a full disk does not contain a path.
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = str(path)
+        name_target(error, temporary, path)
         raise
     try:
         sync_names(path.parent)

@@ -1,5 +1,6 @@
 """Atomic writes, leftovers of killed writers, and work that is killed at any moment."""
 
+import errno
 import os
 import stat
 import threading
@@ -12,7 +13,6 @@ from repeatable_work import FITS
 
 from embens.files import (
     Format,
-    remove,
     write_atomically,
     write_tensors,
 )
@@ -59,6 +59,20 @@ class TestWriteAtomically:
             write_atomically(path, content)
         contents = {p.name: p.read_text() for p in path.parent.iterdir()}
         assert contents == ({"file.txt": "old"} if exists else {})
+
+    @pytest.mark.parametrize("step", ["replace", "write"])
+    def test_names_the_file_of_the_user_in_errors_of_the_system(self, path, monkeypatch, step):
+        def refuse(first, second=None):
+            raise PermissionError(errno.EACCES, "Permission denied", str(first), None, second)
+
+        content = "new"
+        if step == "replace":
+            monkeypatch.setattr(os, step, refuse)
+        else:
+            content = refuse
+        with pytest.raises(PermissionError) as caught:
+            write_atomically(path, content)
+        assert str(caught.value) == f"[Errno {errno.EACCES}] Permission denied: {str(path)!r}"
 
     def test_leaves_nothing_behind_after_an_interrupt(self, path):
         def interrupt(_):
@@ -185,16 +199,6 @@ class TestLeftovers:
         os.utime(leftover, (0, 0))
         write_atomically(path, "new")
         assert names(path.parent) == {"file.txt"}
-
-    def test_files_and_folders_are_removed_if_they_exist(self, path):
-        remove(path)
-        path.write_text("text")
-        remove(path)
-        path.mkdir()
-        (path / "within").write_text("text")
-        remove(path)
-
-        assert names(path.parent) == set()
 
 
 # The number of writes, renames and removals of each work. It is killed once at each of them, and at

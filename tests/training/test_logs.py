@@ -47,11 +47,11 @@ def test_one_table_serves_several_runs_and_a_foreign_file_is_kept(tmp_path):
         fit(make(), problem.data(), **SETTINGS, callbacks=[table])
         assert [row["epoch"] for row in rows_of(table.path)] == ["1", "2", "3", "4"]
     other = tmp_path / "data.csv"
-    other.write_text("a,b\n1,2\n")
+    other.write_text("epoch,b\n1,2\n")
 
     with pytest.raises(ValueError, match="other columns"):
         fit(make(), problem.data(), **SETTINGS, callbacks=[CSVLog(other)])
-    assert other.read_text() == "a,b\n1,2\n"
+    assert other.read_text() == "epoch,b\n1,2\n"
 
 
 @pytest.mark.parametrize("rows", [b"\xff\xfe\x00", b"epoch,loss\n", b"one,2\n", b"\n"])

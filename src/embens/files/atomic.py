@@ -107,24 +107,24 @@ def write_atomically(path: PathLike, content: str | bytes | Callable[[Path], obj
         os.replace(temporary, path)
     except BaseException as error:
         remove_now(temporary)
-        # The error of a full disk does not contain a path.
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = str(path)
+        name_target(error, temporary, path)
         raise
     sync_names(path.parent)
 
 
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if it exists, in one step.
+def name_target(error: BaseException, temporary: Path, path: Path) -> None:
+    """Let an error of the system name the file or folder that the user wants to write.
 
     Args:
-        path: The file or folder. It disappears at once, even if the removal of its content is
-            interrupted.
+        error: The error. That of a full disk contains no path.
+        temporary: The temporary file or folder.
+        path: The file or folder that was to be written.
     """
-    if path.exists():
-        temporary = temporary_path(path)
-        os.replace(path, temporary)
-        remove_now(temporary)
+    if not isinstance(error, OSError) or not error.errno:
+        return
+    if error.filename is None or error.filename == str(temporary):
+        error.filename = str(path)
+        del error.filename2  # None would be part of the message
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:

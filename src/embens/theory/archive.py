@@ -111,7 +111,7 @@ def write_kernels(
                 files.write_tensors(_block_path(folder, index), PART, header, tensors)
             assembly = _Assembly(folder, plan, limit.shape, limit.symmetric, fingerprint)
             assembly.write(path)
-        files.remove(folder)
+        _remove_blocks(folder)
     return path
 
 
@@ -227,6 +227,19 @@ def _check_partial(folder: Path) -> None:
                 "the kernels to another file",
                 str(folder),
             )
+
+
+def _remove_blocks(folder: Path) -> None:
+    """Remove the blocks and their folder; files that were added in the meantime stay."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if _BLOCK_NAME.fullmatch(path.name) or files.is_leftover(path):
+            files.remove_now(path)
+    if any(folder.iterdir()):
+        warn(f"{folder} holds other files and was not removed.")
+    else:
+        folder.rmdir()
 
 
 def _block_path(folder: Path, index: int) -> Path:

@@ -25,7 +25,8 @@ class CSVLog(Callback):
 
     Raises:
         OSError: When the run starts, if no file can be written there.
-        ValueError: During the run, if the file holds another table or is not text.
+        ValueError: When the run starts, if the file holds something else; after the first epoch,
+            if it is the table of a run with other columns.
 
     Example:
         >>> log = CSVLog("history.csv")
@@ -36,8 +37,11 @@ class CSVLog(Callback):
         self._last_epoch: int | None = None
 
     def on_start(self, run: Run) -> None:
-        """Check that the file can be written."""
+        """Check that the file can be written, and holds nothing but such a table."""
         check_output(self.path)
+        lines = self._lines()
+        if lines and "epoch" not in lines[0].rstrip("\n").split(","):
+            raise ValueError(f"{self.path} is not a table of this run; use another file.")
 
     def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
         """Append the record."""
@@ -51,18 +55,23 @@ class CSVLog(Callback):
     def _keep_rows_before(self, epoch: int, columns: list[str]) -> None:
         header = ",".join(columns) + "\n"
         lines = [header]
-        if self.path.exists():
-            lines += self._rows_before(epoch, header)
+        lines += self._rows_before(epoch, header)
         write_atomically(self.path, "".join(lines))
 
-    def _rows_before(self, epoch: int, header: str) -> list[str]:
-        """Return the rows of the file before an epoch."""
+    def _lines(self) -> list[str]:
+        """Return the lines of the file; none if it does not exist."""
+        if not self.path.exists():
+            return []
         try:
-            lines = self.path.read_text().splitlines(keepends=True)
+            return self.path.read_text().splitlines(keepends=True)
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{self.path} is not a table of this run; use another file."
             ) from error
+
+    def _rows_before(self, epoch: int, header: str) -> list[str]:
+        """Return the rows of the file before an epoch."""
+        lines = self._lines()
         if lines and lines[0] != header:
             raise ValueError(f"{self.path} has other columns than this run; use another file.")
         place = header.rstrip("\n").split(",").index("epoch")
