@@ -271,6 +271,40 @@ def test_compiled_ensembles_are_right(mix):
     torch.testing.assert_close(torch.compile(ensemble, backend="eager")(X), expected)
 
 
+class CountingPasses(nn.Module):
+    """Counts its passes in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += 1
+        return self.out(torch.tanh(self.a(x))) * self.passes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compilation_before_the_first_pass_is_a_warning():
+    torch._dynamo.reset()
+    compiled = torch.compile(embens.batch_ensemble(CountingPasses().double(), 3), backend="eager")
+    with pytest.warns(UserWarning, match=r"before its first pass.*Call the ensemble once"):
+        compiled(X)
+    with pytest.warns(UserWarning, match="before its first pass"):
+        torch.export.export(embens.batch_ensemble(CountingPasses().double(), 3), (X,))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_members_have_the_state_that_a_pass_has_shown():
+    torch._dynamo.reset()
+    ensemble = embens.batch_ensemble(CountingPasses().double(), 3)
+    ensemble(X)
+    members = [ensemble.member(a) for a in range(3)]
+    compiled = torch.compile(ensemble, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(X), torch.stack([member(X) for member in members]))
+
+
 def test_frozen_norms_that_are_trained_later_have_statistics_of_members():
     reference = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     ensemble = embens.batch_ensemble(reference, 3).train()
@@ -371,7 +405,7 @@ def test_code_that_goes_through_separate_parameters_is_right():
 
 
 def test_two_buffers_of_one_module_make_one_entry_of_the_spec():
-    class Counting(Net):
+    class CountingPasses(Net):
         def __init__(self):
             super().__init__(mix=True)
             self.register_buffer("calls", torch.zeros(()))
@@ -382,7 +416,7 @@ def test_two_buffers_of_one_module_make_one_entry_of_the_spec():
             self.rows += len(x)
             return super().forward(x)
 
-    ensemble = embens.embed(Counting(), 2, example_input=X)
+    ensemble = embens.embed(CountingPasses(), 2, example_input=X)
     ensemble(X)
     (item,) = [item for item in ensemble.spec.per_member if not item.module]
     assert item.tensors == ("calls", "rows")

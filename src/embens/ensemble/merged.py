@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from embens.checks import warn
 from embens.ensemble.binding import private_arguments
 from embens.ensemble.changes import BufferChange, StateGuard
 from embens.ensemble.copies import Attributes, MemberCopy, structure_of
@@ -49,12 +50,14 @@ class MergedExecutor:
         self.changed_names: set[str] = set()  # attributes that the user's code has changed
         self.is_noted = True  # whether ``changed_names`` includes the changes of the latest pass
         self.outside: OutsideState | None = None  # None: the code is that of torch
+        self.seen_modes: set[bool] = set()  # those of passes whose changes of state were compared
         self.hidden: list[str] | None = None  # tensors that the code finds in objects
 
     def begin(self) -> dict[str, Tensor]:
         """Prepare a pass; return the tensors of parametrized layers, evaluated once."""
         self._prepare_copies()
         if torch.compiler.is_compiling():
+            self._warn_of_unseen_state()
             self._release_tensors()
         return computed_tensors(self.ensemble.reference)
 
@@ -72,6 +75,17 @@ class MergedExecutor:
         for name, key, value in self.reference_attributes.changes():
             for copied in self.copies:
                 copied.assign(name, key, value)
+        return True
+
+    @constant_when_compiled
+    def _warn_of_unseen_state(self) -> bool:
+        """Warn if no pass in this mode has shown which state the code of the members changes."""
+        if self.ensemble.training not in self.seen_modes and has_user_code(self.ensemble.reference):
+            warn(
+                "the ensemble is compiled or exported before its first pass in this mode, so "
+                "buffers and parameters that its forward changes are shared by all members. Call "
+                "the ensemble once before."
+            )
         return True
 
     @constant_when_compiled
@@ -126,11 +140,16 @@ class MergedExecutor:
         Args:
             tensors: Names of the tensors that differ between members.
         """
-        if self.hidden is None:
-            self.hidden = find_hidden(self.ensemble.reference)
-        for name in self.hidden:
+        for name in self.hidden_names():
             if name in tensors:
                 refuse_hidden(name)
+
+    @constant_when_compiled
+    def hidden_names(self) -> list[str]:
+        """Return the names of tensors that the code may find in an object or a set."""
+        if self.hidden is None:
+            self.hidden = find_hidden(self.ensemble.reference)
+        return self.hidden
 
     def run_members(
         self,
@@ -205,6 +224,7 @@ class MergedExecutor:
             for change in guard.buffer_changes():
                 self._separate_buffer(a, change, values)
             self.is_noted = False
+            self.seen_modes.add(ensemble.training)
         refuse_hidden_tensors(outputs)
         return outputs
 
