@@ -1,6 +1,7 @@
 import functools
 import inspect
 import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,33 +177,46 @@ def test_short_repr_shows_shapes_instead_of_values():
     assert repr(Kernel(torch.rand(40, 30), "ntk")) == "Kernel(same=(40, 30), name='ntk')"
 
 
-class TestWarn:
-    """Warnings point at the line of the user's code, however deep they are issued."""
+class Hidden(nn.Module):
+    """A network whose data flow cannot be read."""
 
-    def reference(self):
-        class Hidden(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.first = nn.Linear(2, 3)
-                self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 2)])
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 2)])
 
-            def forward(self, x):
-                x = self.first(x)
-                for block in self.blocks[: int(x.abs().sum()) % 2 + 2]:
-                    x = block(x)
-                return x
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks[: int(x.abs().sum()) % 2 + 2]:
+            x = block(x)
+        return x
 
-        return Hidden()
 
-    @pytest.mark.parametrize("family", ["embed", "batch_ensemble", "mc_dropout", "low_rank"])
-    def test_points_at_the_line_that_calls_a_family(self, family):
-        with pytest.warns(UserWarning, match="data flow") as caught:
-            getattr(embens, family)(self.reference(), 2)
-        assert {warning.filename for warning in caught} == {__file__}
+def step_with_groups_for_sgd():
+    ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), 2, p=0.5)
+    torch.optim.Adam(ensemble.parameter_groups()).step()
 
-    def test_skips_the_frames_of_torch(self):
-        module = nn.Identity()
-        module.forward = functools.partial(warn, "noise")
-        with pytest.warns(UserWarning, match="noise") as caught:
-            module()
-        assert caught[0].filename == __file__
+
+def warn_inside_of_torch():
+    module = nn.Identity()
+    module.forward = functools.partial(warn, "noise")
+    module()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="needs skip_file_prefixes")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: embens.embed(Hidden(), 2),
+        lambda: embens.batch_ensemble(Hidden(), 2),
+        lambda: embens.mc_dropout(Hidden(), 2),
+        lambda: embens.low_rank(Hidden(), 2),
+        step_with_groups_for_sgd,
+        warn_inside_of_torch,
+    ],
+)
+def test_warnings_point_at_the_line_of_the_user(call):
+    with pytest.warns(UserWarning, match=r"data flow|groups are for SGD|noise") as caught:
+        call()
+
+    assert {warning.filename for warning in caught} == {__file__}

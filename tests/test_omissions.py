@@ -44,18 +44,13 @@ class TestEqualWeights:
 
     def test_bare_parameters_are_named(self):
         reference = nn.Sequential(nn.Linear(3, 9), Unknown("matrix", 9), nn.Linear(9, 2))
-        with pytest.warns(
-            UserWarning, match=r"most of the weights: .* '1.matrix'\. Keep"
-        ) as caught:
+        with pytest.warns(UserWarning, match=r"most of the weights: .* '1.matrix'\. Keep"):
             embens.embed(reference, 3)
-
-        assert caught[0].filename == __file__
 
     @pytest.mark.parametrize("family", ["mc_dropout", "masksembles"])
     def test_recurrent_weights_without_masks_are_named(self, family):
-        with pytest.warns(UserWarning, match=r"'core.weight_hh_l0'.*batch_ensemble") as caught:
+        with pytest.warns(UserWarning, match=r"'core.weight_hh_l0'.*batch_ensemble"):
             getattr(embens, family)(Signals(), 3)
-        assert caught[0].filename == __file__
 
     @pytest.mark.parametrize(
         "make",

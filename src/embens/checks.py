@@ -212,6 +212,8 @@ def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points at the line of the user's code.
 
+    Before Python 3.12 it points at the line of this library that warns.
+
     Args:
         message: The problem and its fix.
         category: Class of the warning.
@@ -223,13 +225,10 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         >>> str(caught[0].message)
         'members do not differ'
     """
-    # Only Python 3.12 has skip_file_prefixes for this.
-    level = 2
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-        level += 1
-    warnings.warn(message, category, stacklevel=level)
+    if sys.version_info >= (3, 12):
+        warnings.warn(message, category, skip_file_prefixes=_LIBRARIES)
+    else:
+        warnings.warn(message, category, stacklevel=2)
 
 
 def check_rows(name: str, values: Any, expected: str) -> int:
