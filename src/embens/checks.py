@@ -172,10 +172,39 @@ def closest(name: str, candidates: Iterable[str]) -> str:
     return f". Candidates: {listed}"
 
 
+def unknown_argument(
+    function: Callable, unknown: Iterable[str], hints: Mapping[str, str]
+) -> TypeError:
+    """Return the error for a keyword argument that a function does not have.
+
+    Args:
+        function: The function.
+        unknown: Names of the arguments; the error is about the first.
+        hints: For some names, the text that follows "has no argument 'name'".
+
+    Returns:
+        The error, with a hint or the name of a similar argument.
+
+    Example:
+        >>> def train(epochs=1, **unknown):
+        ...     if unknown:
+        ...         raise unknown_argument(train, unknown, {})
+        >>> train(epoch=3)
+        Traceback (most recent call last):
+        TypeError: train has no argument 'epoch'; did you mean 'epochs'? Candidates: 'epochs'
+    """
+    name = next(iter(unknown))
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    hint = hints.get(name) or closest(name, names)
+    return TypeError(f"{function.__name__} has no argument {name!r}{hint}")
+
+
 def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
     """Decorate a function so that a misspelled keyword argument gets a suggestion.
 
-    The signature and the docstring of the function are kept.
+    The suggestion comes before the error about a missing argument. The signature and the docstring
+    of the function are kept.
 
     Args:
         hints: For some names, the text that follows "has no argument 'name'".
@@ -194,14 +223,13 @@ def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
     hints = hints or {}
 
     def decorate(function: Any) -> Any:
-        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        names = inspect.signature(function).parameters
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs:
-                if name not in names:
-                    hint = hints.get(name) or closest(name, names)
-                    raise TypeError(f"{function.__name__} has no argument {name!r}{hint}")
+            unknown = [name for name in kwargs if name not in names]
+            if unknown:
+                raise unknown_argument(function, unknown, hints)
             return function(*args, **kwargs)
 
         return checked

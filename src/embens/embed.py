@@ -7,14 +7,14 @@ weights are kept.
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 
 from embens import synonyms
 from embens.adapters import sample_factors
-from embens.checks import check_choice, check_members, suggest, warn
+from embens.checks import check_choice, check_members, unknown_argument, warn
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.graph.reading import Flow, copy_reference, has_user_code, read_flow
 from embens.graph.snapshots import HOOKS
@@ -40,7 +40,6 @@ SIDES: tuple[Side, Side] = ("pre", "post")
 _NORMAL = Normal()
 
 
-@suggest(synonyms.EMBED)
 def embed(
     reference: nn.Module,
     members: int = 8,
@@ -56,6 +55,7 @@ def embed(
     fresh: bool = False,
     norm_affine: str = "shared",
     family: str = "embed",
+    **unknown: Never,
 ) -> EmbeddedEnsemble:
     r"""Embed an ensemble into a reference network.
 
@@ -84,6 +84,7 @@ def embed(
         fresh: Draw new modulations at every pass.
         norm_affine: "shared", or "member" for per-member scales and shifts of norm layers.
         family: Name of the family, for ``repr`` and files.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         The ensemble. Its outputs are ``(member, batch, …)``.
@@ -94,6 +95,8 @@ def embed(
         >>> ensemble(torch.zeros(2, 4)).shape
         torch.Size([5, 2, 3])
     """
+    if unknown:
+        raise unknown_argument(embed, unknown, synonyms.EMBED)
     source = Source(reference, members, example_input)
     if norm_affine not in ("shared", "member"):
         check_choice("norm_affine", norm_affine, ("shared", "member"))
@@ -118,7 +121,6 @@ def embed(
     return build(reference, spec, initialise, generator, flow=source.flow)
 
 
-@suggest(synonyms.BATCH_ENSEMBLE)
 def batch_ensemble(
     reference: nn.Module,
     members: int = 8,
@@ -129,6 +131,7 @@ def batch_ensemble(
     own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
+    **unknown: Never,
 ) -> EmbeddedEnsemble:
     """Embed a BatchEnsemble: trainable modulations, by default at the hidden sites.
 
@@ -143,6 +146,7 @@ def batch_ensemble(
         own: See :func:`embens.embed`.
         example_input: See :func:`embens.embed`.
         generator: See :func:`embens.embed`.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         The ensemble.
@@ -152,6 +156,8 @@ def batch_ensemble(
         >>> batch_ensemble(net, members=4, p=0.5)(torch.zeros(2, 4)).shape
         torch.Size([4, 2, 3])
     """
+    if unknown:
+        raise unknown_argument(batch_ensemble, unknown, synonyms.BATCH_ENSEMBLE)
     if isinstance(law, Law):
         raise TypeError(f"law must be a class of laws such as laws.Signs, got {law}. See embed.")
     if not callable(law):

@@ -7,7 +7,7 @@ the first of them, ``batch_ensemble``. The reference is copied, never changed.
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from embens import laws, synonyms
 from embens.adapters import choose_low_rank
-from embens.checks import check_choice, check_members, suggest
+from embens.checks import check_choice, check_members, unknown_argument
 from embens.embed import (
     Initialise,
     Sites,
@@ -36,7 +36,6 @@ DEFAULT_RANK = 4
 """Rank of the matrices of low-rank members."""
 
 
-@suggest(synonyms.MC_DROPOUT)
 def mc_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -47,6 +46,7 @@ def mc_dropout(
     own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
+    **unknown: Never,
 ) -> EmbeddedEnsemble:
     """Embed an MC-dropout ensemble: masks on the inputs of all but the first layers.
 
@@ -59,6 +59,7 @@ def mc_dropout(
         own: See :func:`embens.embed`.
         example_input: See :func:`embens.embed`.
         generator: See :func:`embens.embed`.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         The ensemble.
@@ -69,6 +70,8 @@ def mc_dropout(
         >>> torch.equal(ensemble(x), ensemble(x))
         False
     """
+    if unknown:
+        raise unknown_argument(mc_dropout, unknown, synonyms.MC_DROPOUT)
     return embed(
         reference,
         members,
@@ -84,7 +87,6 @@ def mc_dropout(
     )
 
 
-@suggest(synonyms.MASKSEMBLES)
 def masksembles(
     reference: nn.Module,
     members: int = 4,
@@ -93,6 +95,7 @@ def masksembles(
     sites: Sites = "hidden",
     example_input: Any = None,
     generator: torch.Generator | None = None,
+    **unknown: Never,
 ) -> EmbeddedEnsemble:
     """Embed Masksembles: fixed masks that share a fraction of their ones.
 
@@ -104,6 +107,7 @@ def masksembles(
         sites: See :func:`embens.embed`.
         example_input: See :func:`embens.embed`.
         generator: See :func:`embens.embed`.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         The ensemble.
@@ -113,6 +117,8 @@ def masksembles(
         >>> masksembles(net, members=4, overlap=0.5)(torch.zeros(2, 4)).shape
         torch.Size([4, 2, 3])
     """
+    if unknown:
+        raise unknown_argument(masksembles, unknown, synonyms.MASKSEMBLES)
     return embed(
         reference,
         members,
@@ -126,7 +132,6 @@ def masksembles(
     )
 
 
-@suggest(synonyms.LAST_LAYER_DROPOUT)
 def last_layer_dropout(
     reference: nn.Module,
     members: int = 8,
@@ -135,6 +140,7 @@ def last_layer_dropout(
     example_input: Any = None,
     trainable: bool = False,
     generator: torch.Generator | None = None,
+    **unknown: Never,
 ) -> EmbeddedEnsemble:
     """Embed a last-layer dropout ensemble: fixed masks on the input of the last layer.
 
@@ -149,6 +155,7 @@ def last_layer_dropout(
         example_input: See :func:`embens.embed`.
         trainable: Train the masks.
         generator: See :func:`embens.embed`.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         The ensemble.
@@ -159,6 +166,8 @@ def last_layer_dropout(
         >>> torch.allclose(ensemble.collapse()(x), ensemble(x).mean(0), atol=1e-6)
         True
     """
+    if unknown:
+        raise unknown_argument(last_layer_dropout, unknown, synonyms.LAST_LAYER_DROPOUT)
     return embed(
         reference,
         members,
@@ -172,7 +181,6 @@ def last_layer_dropout(
     )
 
 
-@suggest(synonyms.LOW_RANK)
 def low_rank(
     reference: nn.Module,
     members: int = 8,
@@ -185,6 +193,7 @@ def low_rank(
     own: str | Iterable[str] = (),
     example_input: Any = None,
     generator: torch.Generator | None = None,
+    **unknown: Never,
 ) -> EmbeddedEnsemble:
     r"""Embed members with weights that differ by matrices of low rank; biases are shared.
 
@@ -202,6 +211,7 @@ def low_rank(
         own: See :func:`embens.embed`.
         example_input: See :func:`embens.embed`.
         generator: See :func:`embens.embed`.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         The ensemble.
@@ -212,6 +222,8 @@ def low_rank(
         >>> ensemble(torch.zeros(2, 4)).shape, len(list(ensemble.individual_parameters()))
         (torch.Size([5, 2, 3]), 4)
     """
+    if unknown:
+        raise unknown_argument(low_rank, unknown, synonyms.LOW_RANK)
     source = Source(reference, members, example_input)
     check_choice("kind", kind, ("multiplicative", "additive"))
     check_choice("shared", shared, ("trained", "frozen"))
@@ -240,13 +252,13 @@ def _check_rank(rank: Any) -> int:
     return rank
 
 
-@suggest(synonyms.INDEPENDENT)
 def independent(
     reference: nn.Module,
     members: int = 8,
     *,
     initialise: Initialise | None = None,
     generator: torch.Generator | None = None,
+    **unknown: Never,
 ) -> EmbeddedEnsemble:
     """Make M separate networks behind the interface of an ensemble.
 
@@ -258,6 +270,7 @@ def independent(
         initialise: Called with every module that holds parameters, to reinitialise them in place;
             None: the module's ``reset_parameters``.
         generator: Random generator of the weights.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         The ensemble.
@@ -271,6 +284,8 @@ def independent(
         >>> list(ensemble.shared_parameters())
         []
     """
+    if unknown:
+        raise unknown_argument(independent, unknown, synonyms.INDEPENDENT)
     check_module(reference)
     members = check_members(members)
     if not any(True for _ in reference.parameters()):
@@ -295,7 +310,6 @@ def independent(
     return build(reference, spec, initialise, generator)
 
 
-@suggest(synonyms.ADAPT)
 def adapt(
     reference: nn.Module,
     members: int = 8,
@@ -305,6 +319,7 @@ def adapt(
     head: Literal["drawn", "copied", "shared"] = "drawn",
     example_input: Any = None,
     generator: torch.Generator | None = None,
+    **unknown: Never,
 ) -> EmbeddedEnsemble:
     r"""Embed an ensemble into a trained network, to fine-tune it; members begin near the network.
 
@@ -323,6 +338,7 @@ def adapt(
             network (for the task it knows), or "shared".
         example_input: See :func:`embens.embed`.
         generator: See :func:`embens.embed`.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         The ensemble.
@@ -334,6 +350,8 @@ def adapt(
         >>> torch.allclose(ensemble(x)[0], net(x))
         True
     """
+    if unknown:
+        raise unknown_argument(adapt, unknown, synonyms.ADAPT)
     source = Source(reference, members, example_input)
     check_choice("by", by, ("modulations", "low_rank", "head"))
     check_choice("trunk", trunk, ("trained", "frozen"))

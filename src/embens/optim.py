@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 from weakref import WeakSet
 
 import torch
@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from embens import synonyms
-from embens.checks import find_gaps, suggest, warn
+from embens.checks import find_gaps, unknown_argument, warn
 from embens.losses import FEW_CLASSES, BatchKind, Criterion, Of, check_labels, member_losses
 from embens.optimizers import MakeOptimizer, OptimizerKind, measure_kind
 
@@ -71,7 +71,6 @@ _UNFIT: WeakSet[Optimizer] = WeakSet()
 # Objective
 
 
-@suggest(synonyms.CRITERION)
 def objective(
     outputs: Any,
     target: Any,
@@ -80,6 +79,7 @@ def objective(
     batch: BatchKind = "same",
     of: Of = "members",
     members: int | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Return the sum of the members' losses.
 
@@ -99,6 +99,7 @@ def objective(
             mean and variance of the members' mixture, for means and log-variances
             (:func:`gaussian_nll`; Lakshminarayanan et al. 2017).
         members: Number of members; required for a split batch.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         A scalar.
@@ -108,6 +109,8 @@ def objective(
         >>> round(objective(outputs, target).item(), 4)  # 4 log 2
         2.7726
     """
+    if unknown:
+        raise unknown_argument(objective, unknown, synonyms.CRITERION)
     options = {"batch": batch, "of": of, "members": members}
     # The usual case is a single reduction over all members and rows.
     is_plain = criterion is None and batch == "same" and of == "members"
@@ -359,7 +362,6 @@ def shared_factors(spec: "EnsembleSpec", gamma: Gamma, optimizer: MakeOptimizer)
     return SharedFactors(rate, decay, fits_adam=kind.scale_free or natural == spec.members)
 
 
-@suggest(synonyms.RATES)
 def parameter_groups(
     ensemble: "EmbeddedEnsemble",
     lr: float = 0.01,
@@ -369,6 +371,7 @@ def parameter_groups(
     gamma: Gamma = None,
     optimizer: MakeOptimizer = torch.optim.SGD,
     modulation_weight_decay: float = 0.0,
+    **unknown: Never,
 ) -> list[dict[str, Any]]:
     r"""Return parameter groups for a torch optimizer.
 
@@ -388,6 +391,7 @@ def parameter_groups(
         optimizer: Optimizer class that the groups are for, or a function from groups to an
             optimizer.
         modulation_weight_decay: Weight decay of modulations.
+        **unknown: Any other name raises TypeError with a suggestion.
 
     Returns:
         Up to three groups: shared parameters, modulations, per-member layers.
@@ -399,6 +403,8 @@ def parameter_groups(
         >>> [group["lr"] for group in groups]
         [0.025, 0.1]
     """
+    if unknown:
+        raise unknown_argument(parameter_groups, unknown, synonyms.RATES)
     _watch_optimizers()
     if modulation_lr is None:
         modulation_lr = lr

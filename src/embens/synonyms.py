@@ -1,6 +1,6 @@
 """Hints for arguments that other libraries have, or name differently.
 
-A hint follows "NAME has no argument 'argument'"; see :func:`embens.checks.suggest`.
+A hint follows "NAME has no argument 'argument'"; see :func:`embens.checks.unknown_argument`.
 """
 
 MEMBERS = (
