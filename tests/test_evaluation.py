@@ -182,6 +182,13 @@ def test_invalid_arguments_raise(arguments, error, message, x, classes):
         evaluate(ensemble(3), **arguments)
 
 
+def test_a_target_in_an_argument_of_its_own_raises_with_the_fix(x, classes):
+    with pytest.raises(
+        TypeError, match=r"one argument, got 2 .* Call evaluate\(ensemble, \(x, y\)\)"
+    ):
+        evaluate(ensemble(3), x, classes)
+
+
 def test_networks_with_several_outputs_raise(x, classes):
     class Two(nn.Module):
         def __init__(self):

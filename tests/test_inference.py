@@ -207,6 +207,25 @@ def test_invalid_arguments_raise(x):
         predict(fresh, x, members=0)
 
 
+def test_inputs_in_several_arguments_raise_with_the_fix(x):
+    with pytest.raises(
+        TypeError, match=r"one argument, got 2 .* Call predict\(ensemble, \(x, z\)\)"
+    ):
+        predict(embens.batch_ensemble(reference(), 5), x, x)
+
+
+def test_a_wrong_number_of_features_is_named():
+    network = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 3))
+    ensemble = embens.batch_ensemble(network, 2)
+
+    with pytest.raises(RuntimeError) as raised:
+        predict(ensemble, torch.zeros(2, 5))
+
+    (note,) = raised.value.__notes__
+    assert "inputs have shape (2, 5)" in note
+    assert "expects 4 features" in note
+
+
 @pytest.mark.parametrize("as_tuple", [True, False])
 def test_named_inputs_and_several_outputs_work(as_tuple, x):
     class Heads(nn.Module):

@@ -73,12 +73,7 @@ def compare(
             ``batch_size``, ``optimizer`` or ``progress``.
 
     Returns:
-        Scores and costs, and paired differences to the first candidate with intervals. For
-        classification the metrics are ``accuracy``, ``nll``, ``calibrated_nll`` (after temperature
-        scaling) and ``brier``; for regression ``squared_error``, and with
-        ``criterion=embens.gaussian_nll`` also ``nll`` and ``crps``. Costs are ``parameters``,
-        ``training_seconds`` (at the chosen learning rate), ``inference_seconds`` (of the test data)
-        and ``epochs``.
+        Scores and costs, and paired differences to the first candidate with intervals.
 
     Raises:
         ValueError: If an argument is invalid.
@@ -110,16 +105,11 @@ def compare(
     epochs_of = dict.fromkeys(candidates, epochs)
     if budget == "compute":
         epochs_of = _equal_compute(candidates, train, epochs)
-    scores: dict[str, dict[str, float]] = {}
-    row_values: dict[str, dict[str, Tensor]] = {}
-    for number, (name, candidate) in enumerate(candidates.items()):
-        _report(options, f"{name} ({number + 1} of {len(candidates)})")
-        trainer = _Trainer(candidate, data, epochs_of[name], options, folder, f"candidate-{number}")
-        try:
-            runs = trainer.run_all(rates, seeds)
-        except Divergence as error:
-            error.add_note(f"The candidate is {name!r}. Try a smaller learning rate: lr=…")
-            raise
+    scores, row_values = {}, {}
+    for index, (name, candidate) in enumerate(candidates.items()):
+        _report(options, f"{name} ({index + 1} of {len(candidates)})")
+        trainer = _Trainer(name, candidate, data, epochs_of[name], options, folder, index)
+        runs = trainer.run_all(rates, seeds)
         scores[name] = _average([run.scores for run in runs])
         row_values[name] = _stack([run.row_values for run in runs])
     return Comparison(scores, paired_differences(row_values), seeds)
@@ -241,20 +231,22 @@ class _Trainer:
     """Trains one candidate.
 
     Attributes:
+        name: Name of the candidate.
         candidate: The candidate.
         data: Train, validation and test data.
         epochs: Number of epochs.
         options: Arguments of :func:`embens.fit`.
-        folder: Where runs are saved.
-        name: Name of the candidate's subfolder.
+        folder: Where runs are saved; None: nowhere.
+        index: Number of the candidate in the names of its runs.
     """
 
+    name: str
     candidate: Candidate
     data: dict[str, Any]
     epochs: int
     options: dict[str, Any]
     folder: str | os.PathLike[str] | None
-    name: str
+    index: int
 
     def run_all(self, rates: Sequence[float], seeds: int) -> list[_Run]:
         """Choose the learning rate with seed 0, then train with the other seeds."""
@@ -262,13 +254,24 @@ class _Trainer:
         for rate in rates:
             try:
                 first_runs[rate] = self.run(rate, seed=0)
-            except Divergence:
+            except Divergence as error:
                 # A rate that diverges is not chosen; at least one rate must train.
                 if rate == rates[-1] and not first_runs:
+                    error.add_note(self._advice)
                     raise
         best_rate = min(first_runs, key=lambda rate: first_runs[rate].validation_loss)
-        later_runs = [self.run(best_rate, seed) for seed in range(1, seeds)]
-        return [first_runs[best_rate], *later_runs]
+        runs = [first_runs[best_rate]]
+        for seed in range(1, seeds):
+            try:
+                runs.append(self.run(best_rate, seed))
+            except Divergence as error:
+                error.add_note(self._advice)
+                raise
+        return runs
+
+    @property
+    def _advice(self) -> str:
+        return f"The candidate is {self.name!r}. Try a smaller learning rate: lr=…"
 
     def run(self, lr: float, seed: int) -> _Run:
         """Train and score one run."""
@@ -276,7 +279,8 @@ class _Trainer:
         options = dict(self.options)
         callbacks = list(options.pop("callbacks", ()))
         if self.folder is not None:
-            callbacks.append(Checkpoint(Path(self.folder) / f"{self.name}-seed-{seed}-lr-{lr:g}"))
+            name = f"candidate-{self.index}-seed-{seed}-lr-{lr:g}"
+            callbacks.append(Checkpoint(Path(self.folder) / name))
         history = fit(
             ensemble,
             self.data["train"],

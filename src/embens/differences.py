@@ -66,6 +66,12 @@ class Difference:
 class Comparison:
     """The result of :func:`compare`.
 
+    The metrics of a classification are ``accuracy``, ``nll``, ``calibrated_nll`` (after temperature
+    scaling) and ``brier``; those of a regression ``squared_error``, and with
+    ``criterion=embens.gaussian_nll`` also ``nll`` and ``crps``. Costs are ``parameters``,
+    ``training_seconds`` (at the chosen learning rate), ``inference_seconds`` (of the test data) and
+    ``epochs``.
+
     Attributes:
         scores: Quality and cost by candidate, means over seeds. The printed text leaves some out.
         differences: Paired differences to the first candidate.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ TASKS = (None, "classification", "regression", "gaussian")
 def evaluate(
     ensemble: EmbeddedEnsemble,
     data: Any,
-    *,
+    *more: Never,
     batch_size: int = 1024,
     members: int | None = None,
     task: Task | None = None,
@@ -52,6 +52,7 @@ def evaluate(
         ensemble: The ensemble; it runs in evaluation mode, and its mode is restored afterwards.
         data: Tensors or arrays ``(inputs, target)``, a data set or a loader; several inputs:
             ``((x, z), target)``. Sample weights, as in ``(x, target, weight)``, are ignored.
+        *more: Not used; raises TypeError, as inputs and target are one argument.
         batch_size: Samples per batch; a loader has a fixed one.
         members: Number of masks to draw, if they are resampled, as for :func:`embens.predict`.
         task: "classification", "regression" or "gaussian", as for :func:`embens.predict`. None:
@@ -80,7 +81,7 @@ def evaluate(
           (0.9 by default); a calibrated ensemble has a coverage of ``level``.
 
     Raises:
-        TypeError: If there are no targets.
+        TypeError: If there are no targets, or if they are not in ``data``.
         ValueError: If the shapes of outputs and targets do not match.
 
     Example:
@@ -90,6 +91,12 @@ def evaluate(
         >>> list(scores)[:4]
         ['accuracy', 'nll', 'brier', 'ece']
     """
+    if more:
+        raise TypeError(
+            f"evaluate takes inputs and target as one argument, got {1 + len(more)} after the "
+            "ensemble. Call evaluate(ensemble, (x, y)), or evaluate(ensemble, ((x, z), y)) for "
+            "several inputs."
+        )
     check_ensemble("evaluate", ensemble)
     warn_about_statistics(ensemble)
     checks.check_choice("task", task, TASKS)

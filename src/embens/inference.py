@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, Never, get_args
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ LARGEST_INITIAL_PART = 0.1
 def predict(
     ensemble: EmbeddedEnsemble,
     x: Any,
-    *,
+    *more: Never,
     batch_size: int = 1024,
     members: int | None = None,
     task: Task = "classification",
@@ -41,6 +41,7 @@ def predict(
             (the last element of an item is the target, unless it is the only one). Batches are
             moved to the device of the ensemble, outputs back to the device of the inputs. Floating
             arrays are converted to the dtype of the ensemble.
+        *more: Not used; raises TypeError, as several inputs are one argument.
         batch_size: Samples per batch; a loader has a fixed one.
         members: Number of masks to draw, if the ensemble resamples its masks at each pass; one mask
             is used for all samples. None: the number of members of the ensemble.
@@ -61,6 +62,12 @@ def predict(
         >>> prediction.members.shape, prediction.probabilities.shape
         (torch.Size([5, 2, 3]), torch.Size([2, 3]))
     """
+    if more:
+        raise TypeError(
+            f"predict takes all inputs as one argument, got {1 + len(more)} after the ensemble. "
+            "Call predict(ensemble, (x, z)) for several inputs, or evaluate(ensemble, (x, y)) for "
+            "scores."
+        )
     check_ensemble("predict", ensemble)
     warn_about_statistics(ensemble)
     checks.check_choice("task", task, get_args(Task))
@@ -102,6 +109,7 @@ def run_batches(
                 outputs = _run(ensemble, inputs, seeds)
             except RuntimeError as error:
                 sources.note_dtypes(error, inputs, floating_dtype(ensemble))
+                sources.note_features(error, inputs, ensemble.reference)
                 raise
             _check_finite(inputs, outputs, first_row)
             device = tree_leaves(inputs)[0].device

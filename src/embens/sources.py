@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -273,6 +273,32 @@ def note_dtypes(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
                 f"x.to({dtype})."
             )
             return
+
+
+def note_features(error: RuntimeError, inputs: Any, reference: nn.Module) -> None:
+    """Add the numbers of features to an error of torch if they differ.
+
+    They are known for an ``nn.Sequential`` that begins with a linear layer.
+
+    Args:
+        error: Raised by the network.
+        inputs: The inputs of one batch.
+        reference: The network.
+    """
+    first_layer = reference
+    while isinstance(first_layer, nn.Sequential) and len(first_layer) > 0:
+        first_layer = first_layer[0]
+    if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
+        inputs = inputs[0]
+    if not isinstance(first_layer, nn.Linear) or not isinstance(inputs, Tensor):
+        return
+    if inputs.dim() == 0 or inputs.shape[-1] == first_layer.in_features:
+        return
+    error.add_note(
+        f"The inputs have shape {tuple(inputs.shape)}, and the first layer expects "
+        f"{first_layer.in_features} features. Pass inputs of shape "
+        f"(batch, {first_layer.in_features})."
+    )
 
 
 def _drop_weights(values: Any, counts: tuple[int, float] | None) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from embens.inference import floating_dtype
-from embens.sources import note_dtypes
+from embens.sources import note_dtypes, note_features
 from embens.training import processes
 from embens.training.batches import Minibatch
 from embens.training.passes import explain_batch_norm
@@ -42,6 +42,7 @@ def take_step(run: Run, minibatches: list[Minibatch]) -> None:
         if isinstance(error, RuntimeError):
             inputs = [batch.inputs for batch in minibatches]
             note_dtypes(error, inputs, floating_dtype(run.ensemble))
+            note_features(error, minibatches[0].inputs, run.ensemble.reference)
         raise
     objective = _average_processes(run, minibatches, objective)
     scaler = run.passes.scaler
