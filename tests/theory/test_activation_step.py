@@ -1,4 +1,4 @@
-"""Pending modulations without an activation, and the refusal of units that are not Gaussian."""
+"""The refusal of units that are not Gaussian."""
 
 from __future__ import annotations
 
@@ -6,22 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from embens.theory.activation_step import LINEAR, activate, settle
+from embens.theory.activation_step import LINEAR, activate
 from embens.theory.moments import Moments, State
 
 
-def test_nothing_pending_changes_nothing():
-    state = State(Moments(torch.ones(1, 1)), gaussian=True)
-    assert settle(nn.Identity(), state) is state
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gaussian": False}, "not Gaussian"),
-        ({"gaussian": True, "uneven_tangents": True}, "vary over units"),
-    ],
-)
-def test_activations_need_gaussian_units(settings, message):
-    with pytest.raises(ValueError, match=message):
-        activate(nn.ReLU(), LINEAR, State(Moments(torch.ones(1, 1)), **settings))
+def test_activations_need_gaussian_units():
+    with pytest.raises(ValueError, match="not Gaussian"):
+        activate(nn.ReLU(), LINEAR, State(Moments(torch.ones(1, 1))))

@@ -61,10 +61,12 @@ def test_trained_norms_are_refused():
         theory.kernels(nn.Sequential(Linear(5, 4), norm, Linear(4, 1)), points())
 
 
-def test_smooth_activations_of_modulated_units_need_fixed_norms():
-    net = nn.Sequential(Linear(5, 4), nn.RMSNorm(4), nn.Tanh(), Linear(4, 1))
-    with pytest.raises(ValueError, match="piecewise linear activations only"):
-        theory.kernels(embens.embed(net), points())
-    net[1] = nn.LayerNorm(4)
-    with pytest.raises(TypeError, match="a trainable bias after a modulation v"):
-        theory.kernels(embens.embed(net), points())
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_trainable_norms_of_modulated_units_have_these_kernels(norm):
+    def draw(generator, width=256):
+        layers = Linear(5, width, generator=generator), norm(width), nn.Tanh()
+        net = nn.Sequential(*layers, Linear(width, 1, generator=generator))
+        kinds = {"pre": laws.Bernoulli(0.7), "post": laws.Signs(0.7)}
+        return embens.embed(net, 2, **kinds, generator=generator)
+
+    assert_gradients_agree(draw, points(2), seeds=16, bias=0.03, width=4)

@@ -13,8 +13,11 @@ from torch import nn
 import embens
 from embens import networks, theory
 from embens.networks import Linear
+from embens.spec import LowRankSite
 from embens.theory import activations
-from embens.theory.rank_change import RankDual, chi_square_nodes
+from embens.theory.mixture import activate_sum
+from embens.theory.moments import Moments, Pass, State
+from embens.theory.rank_change import chi_square_nodes
 
 pytestmark = pytest.mark.usefixtures("double")
 X = points(2)
@@ -32,6 +35,8 @@ CASES = {
     "standard": ({"parametrization": "standard"}, {"rank": 2, "scale": 0.5}),
     "scale 0": ({}, {"rank": 2, "scale": 0.0}),
     "frozen": ({}, {"rank": 2, "scale": 0.7, "shared": "frozen"}),
+    "biases": ({"bias_std": 0.8}, {"rank": 2, "scale": 0.7}),
+    "biases, tanh": ({"bias_std": 0.8, "activation": "tanh"}, {"rank": 1, "scale": 0.7}),
 }
 
 
@@ -92,9 +97,19 @@ def test_expectations_equal_sums_over_lengths_of_rows(activation, rank, scale):
     plain = activations.dual(module)
     q1, q2, c, between = (torch.tensor(value) for value in (1.2, 0.9, 0.6, 0.3))
 
-    dual = RankDual(plain, rank, scale).prepare(1.2, None)
-    f, g, h = dual.same(q1, q2, c, None)
-    cross_f, cross_g = dual.cross(q1, q2, between, None)
+    variances = [q1[None], q1[None]], [q2[None], q2[None]]
+    facts = Pass(variances=variances, duals=[plain, plain.prepare(80.0, None)])
+    one = torch.ones(1, 1)
+    state = State(
+        Moments(c * one, one),
+        cross=lambda: Moments(between * one, one),
+        gaussian=True,
+        low_rank=LowRankSite("2", rank, "multiplicative", scale),
+        facts=facts,
+    )
+    after = activate_sum(module, plain, state)
+    f, g, h = after.covariance, after.same.ntk, after.individual
+    cross_f, cross_g = after.crossed
 
     lengths, weights = chi_nodes(rank)
     t = scale**2 / rank * lengths**2
@@ -114,7 +129,6 @@ def test_expectations_equal_sums_over_lengths_of_rows(activation, rank, scale):
 REFUSED = {
     "first layer": ({"sites": ["0"]}, {}, r"'0' .*is the first layer"),
     "last layer": ({"sites": ["6"]}, {}, "Outputs are finitely many"),
-    "biases": ({"sites": ["2"]}, {"bias_std": 0.3}, "has no rule with biases"),
     "additive": (
         {"sites": ["2"], "kind": "additive", "scale": 0.2},
         {},
@@ -154,18 +168,13 @@ class Residual(nn.Module):
         return self.head(x + self.down(torch.relu(self.norm(self.up(x)))))
 
 
-def test_norms_and_sums_after_low_rank_layers_have_these_kernels():
+@pytest.mark.parametrize("train", [False, True])
+def test_norms_and_sums_after_low_rank_layers_have_these_kernels(train):
     def draw(generator, width=128):
-        net = Residual(width, generator=generator)
+        net = Residual(width, train=train, generator=generator)
         return embens.low_rank(net, 3, 2, scale=0.7, sites=["up", "down"], generator=generator)
 
     assert_gradients_agree(draw, X, seeds=12, bias=0.04)
-
-
-def test_trainable_norms_after_low_rank_layers_are_refused():
-    ensemble = embens.low_rank(Residual(8, train=True), 3, 2, sites=["up"])
-    with pytest.raises(TypeError, match="after low-rank members"):
-        theory.kernels(ensemble, X)
 
 
 def test_the_variance_of_units_is_that_of_the_members():

@@ -136,6 +136,12 @@ CASES = {
         {"pre": laws.Shifted(0.6), "post": laws.Signs(0.6)},
     ),
     "pre-activation": (PreActivation, {}, post_only()),
+    "pre-activation, signs": (PreActivation, {}, {"pre": SIGNS, "post": SIGNS}),
+    "pre-activation, masks": (
+        PreActivation,
+        {"bias_std": 0.3},
+        {"pre": laws.Masks(0.5), "post": laws.Masks(0.5)},
+    ),
     "gated": (Gated, {"bias_std": 0.3}, {"pre": SIGNS, "post": laws.Shifted(0.7)}),
     "split": (Split, {}, {"pre": SIGNS, "post": SIGNS}),
     "dense": (Dense, {}, {"pre": SIGNS, "post": SIGNS}),
@@ -375,19 +381,41 @@ def test_an_operation_without_a_rule_is_named_with_its_line():
         theory.kernels(Code(), points())
 
 
-def test_sums_of_modulated_streams_have_no_rule_between_members():
-    net = PreActivation(4)
-    fixed = {"pre": False, "post": True}
-    centred = embens.embed(net, pre=laws.Signs(0.0), post=laws.Signs(0.0), trainable=fixed)
-    assert not theory.kernels(centred, points()).ntk_shared.cross.any()
-    coupled = embens.embed(net, pre=SIGNS, post=SIGNS, trainable=fixed)
-    with pytest.raises(ValueError, match="a mixture of Gaussians"):
+class OneBlock(nn.Module):
+    """A block whose sum has an activation."""
+
+    def __init__(self, width: int, **options):
+        super().__init__()
+        self.stem, self.down = Linear(5, width, **options), Linear(width, width, **options)
+        self.head = Linear(width, 1, **options)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(torch.erf(x + 0.5 * self.down(F.relu(x))))
+
+
+def test_the_default_family_on_a_residual_network_has_these_kernels():
+    def draw(generator, width=192):
+        return embens.batch_ensemble(
+            PreActivation(width, generator=generator), members=2, generator=generator
+        )
+
+    assert_gradients_agree(draw, points(2), seeds=16, bias=0.04)
+
+
+def test_normal_modulations_before_a_residual_sum_have_these_kernels():
+    def draw(generator, width=192):
+        net = OneBlock(width, generator=generator)
+        kinds = {"pre": laws.Shifted(0.5), "post": laws.Signs(0.0)}
+        return embens.embed(net, members=2, **kinds, generator=generator)
+
+    assert_gradients_agree(draw, points(2), seeds=16, bias=0.04)
+
+
+def test_many_normal_modulations_before_a_residual_sum_are_refused():
+    coupled = embens.embed(PreActivation(4), pre=laws.Shifted(0.5), post=SIGNS)
+    with pytest.raises(TypeError, match=r"sum of 3 streams with random factors.*test_walk\.py"):
         theory.kernels(coupled, points())
-    with pytest.raises(ValueError, match="tangents vary over units"):
-        theory.kernels(embens.embed(net, pre=SIGNS, post=SIGNS), points())
-    normal = embens.embed(net, pre=laws.Normal(), post=SIGNS, trainable=fixed)
-    with pytest.raises(ValueError, match="not Gaussian"):
-        theory.kernels(normal, points())
 
 
 def test_modulated_inputs_of_code_are_refused():

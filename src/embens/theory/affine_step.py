@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from embens.theory.moments import Moments, State, add, constant
+from embens.theory.moments import Addend, Moments, State, add, constant
 from embens.theory.pixels import PixelMap
 from embens.theory.placement import Modulation
 from embens.theory.weight_law import WeightLaw
@@ -19,6 +19,7 @@ class AffineStep:
     """An affine layer with the modulation before it, as it acts on each kernel.
 
     Attributes:
+        layer: The layer.
         law: Variances and gains of the layer's parameters.
         apply: Its map of pixels.
         post: The modulation before it.
@@ -26,6 +27,7 @@ class AffineStep:
         tracked: Compute tangent kernels.
     """
 
+    layer: nn.Module
     law: WeightLaw
     apply: PixelMap
     post: Modulation | None
@@ -87,6 +89,18 @@ class AffineStep:
             gradients = self.law.gradients(self.apply(state.covariance), 1.0)
             kernel = add(kernel, gradients)
         return kernel
+
+    def split(self, state: State) -> tuple[Addend, Addend]:
+        """Return the units without their bias, and the bias, as two addends.
+
+        Args:
+            state: Kernels before the layer.
+        """
+        law = self.law._replace(bias_variance=0.0, bias_gain=0.0)
+        without = replace(self, law=law)
+        same = without.within(state)
+        weights = Addend(same, without.between(state, same), without.individual(state))
+        return weights, Addend(self._biases(same))
 
     def _transform(self, before: Moments, moment: float) -> Moments:
         """Return the kernels after the layer; ``moment`` is that of the modulation."""

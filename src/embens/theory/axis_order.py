@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embens.theory.activation_step import align_variances
 from embens.theory.input_pair import InputPair
-from embens.theory.moments import PAIRS, State
+from embens.theory.moments import DIAGONAL, PAIRS, State
 from embens.theory.pixels import keep_diagonal
 from embens.theory.streams import Part, Stream
 
@@ -140,12 +139,13 @@ def select_token(stream: Stream, token: int) -> Stream | None:
     return stream.map(select)
 
 
-def average_pixels(stream: Stream, axes: set[int]) -> Stream | None:
+def average_pixels(stream: Stream, axes: set[int], *, keep: bool = False) -> Stream | None:
     """Return the mean over all pixels.
 
     Args:
         stream: The stream.
         axes: Axes of the mean, which may be negative; they must be those of all pixels.
+        keep: Keep axes of one pixel.
     """
     state = stream.parts[0].state
     names = ("batch", *axis_names(state))
@@ -156,10 +156,41 @@ def average_pixels(stream: Stream, axes: set[int]) -> Stream | None:
     def average(state: State) -> State:
         groups = 2 if state.layout == PAIRS else 1
         dims = tuple(range(-groups * state.spatial, 0))
-        after = state.map(lambda kernel: kernel.mean(dims))
-        return after.replace(layout=None, spatial=0, features_last=False)
+        after = state.map(lambda kernel: kernel.mean(dims, keepdim=keep))
+        return after if keep else after.replace(layout=None, spatial=0, features_last=False)
 
     return stream.map(average)
+
+
+def insert_pixel_axis(stream: Stream, axis: int) -> Stream | None:
+    """Return the stream with an axis of one pixel, to be broadcast.
+
+    Args:
+        stream: The stream.
+        axis: Place of the new axis: 1 for tokens, the last one for images.
+    """
+    state = stream.parts[0].state
+    names = ("batch", *axis_names(state))
+    is_last = axis == len(names)
+    is_token = axis == 1 and not state.spatial
+    if state.heads or state.flat or not (is_last or is_token):
+        return None
+    if is_last and state.features_last and state.spatial:
+        return None
+
+    def insert(state: State) -> State:
+        layout = state.layout or (PAIRS if state.poolings else DIAGONAL)
+        spatial = state.spatial
+
+        def expand(kernel: Tensor) -> Tensor:
+            if layout == PAIRS:
+                kernel = kernel.unsqueeze(kernel.dim() - spatial)
+            return kernel.unsqueeze(-1)
+
+        after = state.map(expand)
+        return after.replace(layout=layout, spatial=spatial + 1, features_last=not is_last)
+
+    return stream.map(insert)
 
 
 def weigh_pixels(stream: Stream, factors: Tensor | InputPair) -> Stream | None:
@@ -181,7 +212,7 @@ def weigh_pixels(stream: Stream, factors: Tensor | InputPair) -> Stream | None:
 
     def weigh(state: State) -> State:
         is_paired = state.facts.recording is not None
-        first, second = align_variances(aligned[0], aligned[1], state, paired=is_paired)
+        first, second = state.align(aligned[0], aligned[1], paired=is_paired)
         scales = (first * second).to(state.covariance)
         return state.map(lambda kernel: kernel * scales)
 

@@ -8,17 +8,16 @@ their averages do not concentrate. Kernels are then conditional on the drawn val
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embens.theory.ensembles import site_values
+from embens.theory.expectations import slope_along
 from embens.theory.kernel import MemberKernel
 from embens.theory.placement import Modulation
 
@@ -86,17 +85,13 @@ class Conditions:
         """
         assert self.input_post is not None
         assert self.input_values is not None
-        _load_derivative_rules()
         u = self.input_values.to(like)
-
-        def slope(function: Callable[[Tensor], Tensor], direction: Tensor) -> Tensor:
-            return torch.func.jvp(function, (u,), (direction,))[1]
 
         def mixed_slope(direction: Tensor) -> Tensor:
             def inner_slope(u1: Tensor) -> Tensor:
-                return slope(partial(covariance, u1), direction)
+                return slope_along(partial(covariance, u1), u, direction)
 
-            return slope(inner_slope, direction)
+            return slope_along(inner_slope, u, direction)
 
         site = self.input_post.site
         channels = torch.eye(site.size, dtype=u.dtype, device=u.device)
@@ -153,12 +148,3 @@ def _feature_values(ensemble: Any, modulation: Modulation) -> Tensor:
     """Return the drawn values of a modulation, one for each feature, ``(member, feature)``."""
     values = site_values(ensemble, modulation.site)
     return values.repeat_interleave(modulation.site.repeat, dim=1)
-
-
-@cache
-def _load_derivative_rules() -> None:
-    """Call ``torch.func.jvp`` once, to suppress the deprecation warning of its first call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.func.jvp(torch.sqrt, (torch.ones(()),), (torch.ones(()),))
-        importlib.import_module("torch._decomp.decompositions_for_jvp")

@@ -17,7 +17,11 @@ is wrong, because both factors depend on :math:`v`.
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -158,3 +162,23 @@ def is_differentiated(*tensors: Tensor) -> bool:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def slope_along(function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor) -> Tensor:
+    """Return the derivative of a function along a direction.
+
+    Example:
+        >>> slope_along(torch.square, torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.5]))
+        tensor([6., 4.])
+    """
+    _load_derivative_rules()
+    return torch.func.jvp(function, (point,), (direction,))[1]
+
+
+@cache
+def _load_derivative_rules() -> None:
+    """Call ``torch.func.jvp`` once, to suppress the deprecation warning of its first call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(torch.sqrt, (torch.ones(()),), (torch.ones(()),))
+        importlib.import_module("torch._decomp.decompositions_for_jvp")

@@ -287,7 +287,7 @@ class Limit:
                 f"the network ends in {describe(module, path)}; in the limit it must end in a "
                 f"Linear or a convolution, whose outputs are Gaussian. {MEASURE}"
             )
-        if state.low_rank is not None:
+        if state.low_rank is not None or state.addends:
             raise TypeError(
                 f"the last layer {describe(module, path)} has multiplicative low-rank members. "
                 "Outputs are finitely many, so they are a mixture of Gaussians. Use sites= with "

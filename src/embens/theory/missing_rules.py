@@ -26,6 +26,8 @@ _MAXIMUM = {
 
 _PACKAGE = str(Path(__file__).parents[1])
 
+_LINE = " It is at"
+
 _WRITE_A_RULE = (
     "Write it as an nn.Module and give that a rule with embens.theory.propagate.register. "
 )
@@ -85,7 +87,7 @@ def with_line(error: Exception, node: torch.fx.Node) -> Exception:
         node: The node to which the rule was applied.
     """
     line = line_of(node)
-    if line in str(error):
+    if not line or _LINE in str(error):
         return error
     return type(error)(f"{error}{line}")
 
@@ -96,7 +98,7 @@ def line_of(node: torch.fx.Node) -> str:
     for index in range(len(lines) - 2, -1, -1):
         is_frame = lines[index].lstrip().startswith("File ")
         if is_frame and "/torch/" not in lines[index]:
-            return f" It is at {lines[index].strip()}: {lines[index + 1].strip()}."
+            return f"{_LINE} {lines[index].strip()}: {lines[index + 1].strip()}."
     return ""
 
 
@@ -106,5 +108,5 @@ def line_of_error(error: Exception) -> str:
     for frame in reversed(frames):
         is_library = "/torch/" in frame.filename or frame.filename.startswith(_PACKAGE)
         if not is_library:
-            return f' It is at File "{frame.filename}", line {frame.lineno}: {frame.line}.'
+            return f'{_LINE} File "{frame.filename}", line {frame.lineno}: {frame.line}.'
     return ""

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from embens.theory.placement import SHARED, Modulation, Placement
 PAIRS, DIAGONAL = "pairs", "diagonal"
 MEASURE = "embens.finite.ntk and embens.diagnose measure any ensemble as it is."
 """Advice for networks whose limit is not known."""
+Map = Callable[[Tensor], Tensor]
+"""A linear map of one kernel."""
 
 
 class Moments(NamedTuple):
@@ -43,7 +45,7 @@ class Moments(NamedTuple):
     nngp: Tensor | None = None
     ntk: Tensor | None = None
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Moments:
+    def map(self, function: Map) -> Moments:
         """Apply a linear map to both kernels."""
         nngp = None if self.nngp is None else function(self.nngp)
         ntk = None if self.ntk is None else function(self.ntk)
@@ -88,6 +90,51 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Addend:
+    r"""Normal units that are one part of a sum, each times a random factor.
+
+    Attributes:
+        same: Kernels within a member, without the factor.
+        cross: Function that computes the kernels between members; None: they are ``same``.
+        individual: :math:`\Theta^{ind}` without the factor; None is zero.
+        pre: Modulation that is the factor of a unit.
+        low_rank: Low-rank matrices whose rows determine the factor.
+        scales: Names of the trainable scales of units, such as weights of LayerNorm.
+    """
+
+    same: Moments
+    cross: Callable[[], Moments] | None = None
+    individual: Tensor | None = None
+    pre: Modulation | None = None
+    low_rank: LowRankSite | None = None
+    scales: frozenset[str] = frozenset()
+
+    @property
+    def waits(self) -> bool:
+        """True if a factor or its tangents wait for the next activation."""
+        return self.pre is not None or self.low_rank is not None or bool(self.scales)
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance within a member, without the factor."""
+        assert self.same.nngp is not None
+        return self.same.nngp
+
+    @property
+    def crossed(self) -> Moments:
+        """Kernels between two members."""
+        return self.same if self.cross is None else self.cross()
+
+    def replace(self, **changes) -> Addend:
+        """Return a copy with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+    def map(self, function: Map, between: Map | None = None) -> Addend:
+        """Apply linear maps to all kernels; see :meth:`State.map`."""
+        return self.replace(**_mapped(self, function, between))
+
+
+@dataclass(frozen=True)
 class State:
     r"""Kernels before or after a module.
 
@@ -101,7 +148,8 @@ class State:
         layout: ``PAIRS`` or ``DIAGONAL`` where there are pixels.
         spatial: Number of pixel axes of one input.
         poolings: Number of poolings that are still to come.
-        gaussian: True if units are Gaussian, as the input of an activation must be.
+        gaussian: True if units are Gaussian, given the factors that wait. The input of an
+            activation must be.
         pre: Pre-activation modulation that waits for the next activation.
         low_rank: Low-rank matrices of members that wait for the next activation.
         inputs: The inputs themselves, before the first layer.
@@ -112,11 +160,10 @@ class State:
         heads_first: True for ``(n, head, token, feature)``, False for
             ``(n, token, head, feature)``.
         centred: True if units have mean 0.
-        mixed: True if units of two members are a mixture of Gaussians, as sums of streams with
-            random signs are.
-        trained_scale: Weight of trainable scales of units, such as those of LayerNorm, whose
-            tangents wait for the next activation.
-        uneven_tangents: True if tangents vary over units, so that an activation has no rule.
+        scales: Names of the trainable scales of units, such as weights of LayerNorm, whose tangents
+            wait for the next activation.
+        addends: Independent parts of which units are the sum, if factors of some of them wait for
+            the next activation. ``same``, ``cross`` and ``individual`` are kernels of the sum.
         sources: Names of the layers that drew these units; disjoint streams are independent.
         path: Name of the module that comes next.
         facts: Facts of the whole pass.
@@ -129,6 +176,11 @@ class State:
         True
         >>> state.equal_pixels(state.covariance).shape  # a perceptron has no pixels
         torch.Size([2, 2])
+        >>> variances = torch.tensor([1.0, 1.5])
+        >>> [part.shape for part in state.align(variances, variances)]
+        [torch.Size([2, 1]), torch.Size([1, 2])]
+        >>> state.with_exact_diagonal(state.covariance, variances).diagonal()
+        tensor([1.0000, 1.5000])
     """
 
     same: Moments
@@ -147,9 +199,8 @@ class State:
     heads: int = 0
     heads_first: bool = False
     centred: bool = False
-    mixed: bool = False
-    trained_scale: float = 0.0
-    uneven_tangents: bool = False
+    scales: frozenset[str] = frozenset()
+    addends: tuple[Addend, ...] = ()
     sources: frozenset[str] = frozenset()
     path: str = ""
     facts: Pass = Pass()
@@ -190,6 +241,12 @@ class State:
         return 1.0 if self.pre is None else self.pre.second_moment
 
     @property
+    def waits(self) -> bool:
+        """True if factors or their tangents wait for the next activation."""
+        is_modulated = self.pre is not None or self.low_rank is not None
+        return is_modulated or bool(self.scales) or bool(self.addends)
+
+    @property
     def crossed(self) -> Moments:
         """Kernels between two members; they are computed now if they were not before."""
         return self.same if self.cross is None else self.cross()
@@ -218,11 +275,59 @@ class State:
             kernel = kernel.diagonal(dim1=axis, dim2=axis + remaining)
         return kernel
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> State:
-        """Apply a linear map of pixels to all kernels.
+    def align(
+        self, first: Tensor, second: Tensor, *, paired: bool = False, between: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Insert axes into variances ``(*member, n, *pixel)`` so that they broadcast with a kernel.
+
+        Args:
+            first: Variances of ``x1``.
+            second: Variances of ``x2``.
+            paired: True if the kernel is that of every input with itself.
+            between: True if the kernel has two member axes.
+
+        Returns:
+            Views of both variances.
+        """
+        pixels = self.spatial
+        has_members = first.dim() > 1 + pixels
+        if between and has_members:
+            first = first.unsqueeze(1)
+            second = second.unsqueeze(0)
+        if not paired:
+            first = first.unsqueeze(-1 - pixels)
+            second = second.unsqueeze(-2 - pixels)
+        if self.layout == PAIRS:
+            no_pixels = (1,) * pixels
+            first = first.reshape(*first.shape, *no_pixels)
+            axis = second.dim() - pixels
+            leading = second.shape[:axis]
+            trailing = second.shape[axis:]
+            second = second.reshape(*leading, *no_pixels, *trailing)
+        return first, second
+
+    def with_exact_diagonal(self, covariance: Tensor, variances: Tensor) -> Tensor:
+        """Replace entries of an input with itself by its variance, so that its angle is exactly 0.
+
+        Args:
+            covariance: Covariances of inputs with themselves.
+            variances: Their variances, ``(*member, n, *pixel)``.
+
+        Returns:
+            The covariances with these variances.
+        """
+        members = variances.dim() - 1 - self.spatial
+        covariance = covariance.clone()
+        diagonal = covariance.diagonal(dim1=members, dim2=members + 1).movedim(-1, members)
+        self.equal_pixels(diagonal).copy_(variances)
+        return covariance
+
+    def map(self, function: Map, between: Map | None = None) -> State:
+        """Apply a linear map, such as one of pixels, to all kernels.
 
         Args:
             function: The map, which takes and returns one kernel.
+            between: The map of kernels between members; None: the same.
 
         Returns:
             The state with the new kernels; other attributes stay.
@@ -232,17 +337,19 @@ class State:
             >>> state.covariance
             tensor([[4.]])
         """
-        cross = None
-        if self.cross is not None:
-            cross = cache(lambda: self.crossed.map(function))
-        individual = None
-        if self.individual is not None:
-            individual = function(self.individual)
-        return self.replace(
-            same=self.same.map(function),
-            cross=cross,
-            individual=individual,
-        )
+        addends = tuple(addend.map(function, between) for addend in self.addends)
+        return self.replace(**_mapped(self, function, between), addends=addends)
+
+
+def _mapped(kernels: State | Addend, function: Map, between: Map | None) -> dict[str, Any]:
+    """Return the kernels of a state or an addend after linear maps."""
+    cross = None
+    if kernels.cross is not None:
+        cross = cache(lambda: kernels.crossed.map(between or function))
+    individual = None
+    if kernels.individual is not None:
+        individual = function(kernels.individual)
+    return {"same": kernels.same.map(function), "cross": cross, "individual": individual}
 
 
 def describe(module: nn.Module, path: str) -> str:

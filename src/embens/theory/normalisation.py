@@ -12,13 +12,12 @@ over channels and pixels uses the mean of :math:`\Sigma_{aa}` over pixels. Group
 as wide. LayerNorm and GroupNorm subtract the mean of units, which must be 0 in the limit.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor, nn
 
-from embens.theory.activation_step import LINEAR, align_variances, check_range
-from embens.theory.moments import MEASURE, Moments, Recorded, State, constant, describe
+from embens.theory.activation_step import LINEAR, check_range
+from embens.theory.moments import MEASURE, Recorded, State, describe
+from embens.theory.pending import addends_of, trained_bias, with_addends
 from embens.theory.recursion import propagate
 
 
@@ -46,19 +45,13 @@ def normalise(module: nn.Module, state: State) -> State:
         raise TypeError(f"{name} normalises each unit, which has no limit. Use fewer groups.")
     _require_initial_values(module, name)
     factor1, factor2 = _factors(module, state)
-    first, second = align_variances(
-        factor1, factor2, state, paired=state.facts.recording is not None
-    )
+    first, second = state.align(factor1, factor2, paired=state.facts.recording is not None)
     scales = first * second
-    after = state.map(lambda kernel: kernel * scales)
-    if state.cross is not None:
-        members1, members2 = align_variances(factor1, factor2, state, between=True)
-        between = members1 * members2
-
-        def cross() -> Moments:
-            return state.crossed.map(lambda kernel: kernel * between)
-
-        after = after.replace(cross=cache(cross))
+    members1, members2 = state.align(factor1, factor2, between=True)
+    after = state.map(
+        lambda kernel: kernel * scales,
+        between=lambda kernel: kernel * (members1 * members2),
+    )
     after = after.replace(depth=state.depth + 1)
     return _train(module, after)
 
@@ -123,30 +116,28 @@ def _train(module: nn.Module, state: State) -> State:
             f"{describe(module, state.path)} has trainable parameters of each member, which have "
             f"no rule. Use elementwise_affine=False. {MEASURE}"
         )
-    is_waiting = state.pre is not None or state.low_rank is not None
-    if is_shifted and is_waiting:
-        raise TypeError(
-            f"{describe(module, state.path)} has a trainable bias after a modulation v or "
-            "low-rank members, which has no rule. Use elementwise_affine=False or nn.RMSNorm. "
-            + MEASURE
-        )
-    if is_scaled and state.low_rank is not None:
-        raise TypeError(
-            f"{describe(module, state.path)} has trainable weights after low-rank members, which "
-            f"has no rule. Use elementwise_affine=False. {MEASURE}"
-        )
     if is_scaled:
-        state = state.replace(trained_scale=state.trained_scale + 1.0)
-    if is_shifted and state.facts.tracked:
-        one = constant(1.0, state.covariance)
-        same, cross = state.same, state.cross
-        shifted = Moments(same.nngp, one if same.ntk is None else same.ntk + one)
-        state = state.replace(same=shifted)
-        if cross is not None:
-
-            def shifted_cross() -> Moments:
-                before = cross()
-                return Moments(before.nngp, one if before.ntk is None else before.ntk + one)
-
-            state = state.replace(cross=cache(shifted_cross))
+        state = _add_scale(state)
+    if is_shifted:
+        state = _add_bias(state)
     return state
+
+
+def _add_scale(state: State) -> State:
+    """Add a trainable scale of units, named after the norm layer."""
+    scale = frozenset([state.path])
+    if not state.addends:
+        return state.replace(scales=state.scales | scale)
+    addends = [addend.replace(scales=addend.scales | scale) for addend in state.addends]
+    return with_addends(state, tuple(addends))
+
+
+def _add_bias(state: State) -> State:
+    """Add a trainable bias of units that is 0 at the start."""
+    bias = trained_bias(state.covariance)
+    if state.addends or state.pre is not None or state.low_rank is not None:
+        return with_addends(state, (*addends_of(state), bias))
+    # Tangents of the bias add to those of units without a factor.
+    plain = state.replace(scales=frozenset())
+    shifted = with_addends(plain, (*addends_of(plain), bias))
+    return shifted.replace(scales=state.scales)

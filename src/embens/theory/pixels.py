@@ -51,6 +51,13 @@ def pixel_map(layer: nn.Module, state: State) -> PixelMap:
         return lambda kernel: kernel
     if state.features_last:
         return lambda kernel: kernel  # acts on each token
+    if not state.flat and state.spatial == 1:
+        raise ValueError(
+            f"{describe(layer, state.path)} mixes tokens or pixels with the same weights for all "
+            "units, which correlates the units, so that there is no limit. Mix them by attention, "
+            "a convolution or average pooling; after pixels put nn.Flatten() before a Linear. "
+            + MEASURE
+        )
     if not state.flat:
         raise ValueError(
             f"{describe(layer, state.path)} comes after pixels: put nn.Flatten() before it, after "
@@ -191,15 +198,8 @@ def pool(module: nn.Module, state: State, *, axes: int) -> State:
             "pooling was found in the network. Use the pooling modules of torch."
         )
 
-    def average(kernel: Tensor) -> Tensor:
-        if state.layout == PAIRS:
-            return _pool_pairs(module, kernel, pixels)
-        leading = kernel.shape[: kernel.dim() - len(pixels)]
-        pooled = module(kernel.reshape(-1, *pixels))
-        return pooled.reshape(*leading, *pooled.shape[1:])
-
     try:
-        state = state.map(average)
+        state = _map_pixels(module, state)
     except RuntimeError as error:
         raise ValueError(
             f"{describe(module, state.path)} does not fit: only {pixels} pixels are left; use "
@@ -211,15 +211,45 @@ def pool(module: nn.Module, state: State, *, axes: int) -> State:
     return state if state.poolings > 0 else keep_diagonal(state)
 
 
-def _pool_pairs(module: nn.Module, kernel: Tensor, pixels: tuple[int, ...]) -> Tensor:
-    """Pool the pixels of ``x2``, exchange both groups of axes, and pool those of ``x1``."""
-    leading = kernel.shape[: kernel.dim() - 2 * len(pixels)]
-    pooled = pixels
-    for _ in range(2):
-        kernel = module(kernel.reshape(-1, *pixels))
-        pooled = kernel.shape[1:]
-        kernel = kernel.reshape(math.prod(leading), -1, math.prod(pooled)).mT
-    return kernel.reshape(*leading, *pooled, *pooled)
+def upsample(module: nn.Upsample, state: State) -> State:
+    """Return the kernels after an interpolation between pixels, which is linear.
+
+    Args:
+        module: The interpolation.
+        state: Kernels before it.
+
+    Raises:
+        ValueError: If there are no pixel axes, or covariances of pixels were dropped.
+    """
+    if not state.pixels or state.features_last:
+        raise ValueError(f"{describe(module, state.path)} needs an image; got {state.pixels}.")
+    if state.layout == DIAGONAL and module.mode != "nearest":
+        raise ValueError(
+            f"{describe(module, state.path)} comes where pairs of pixels were dropped, since no "
+            "pooling follows in the network. Use mode='nearest'."
+        )
+    return _map_pixels(module, state)
+
+
+def _map_pixels(module: nn.Module, state: State) -> State:
+    """Apply a linear map of images to the pixels of both inputs."""
+    pixels = state.pixels
+
+    def apply(kernel: Tensor) -> Tensor:
+        groups = 2 if state.layout == PAIRS else 1
+        leading = kernel.shape[: kernel.dim() - groups * len(pixels)]
+        if groups == 1:
+            mapped = module(kernel.reshape(1, -1, *pixels))
+            return mapped.reshape(*leading, *mapped.shape[2:])
+        mapped_pixels = pixels
+        # Map the pixels of x2, exchange both groups of axes, and map those of x1.
+        for _ in range(2):
+            kernel = module(kernel.reshape(1, -1, *pixels))
+            mapped_pixels = kernel.shape[2:]
+            kernel = kernel.reshape(math.prod(leading), -1, math.prod(mapped_pixels)).mT
+        return kernel.reshape(*leading, *mapped_pixels, *mapped_pixels)
+
+    return state.map(apply)
 
 
 def mixes_pixels(module: nn.Module) -> bool:

@@ -18,8 +18,7 @@ from embens.theory.expectations import differs_between_members
 
 if TYPE_CHECKING:
     from embens.ensemble import EmbeddedEnsemble
-    from embens.sites import Site
-    from embens.spec import LowRankSite
+    from embens.spec import LowRankSite, Site
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,11 @@ have the covariance :math:`C_{ab}`, without a factor. With :math:`\tau = 1 + t`,
 
 .. math::
     F_{aa} = E_t[F(\tau q, \tau q', \tau c)], \quad G_{aa} = E_t[\tau\, G(\tau q, \tau q', \tau c)],
-    \quad F_{ab} = E_{t, t'}[F(\tau q, \tau' q', c)], \quad G_{ab} = E_{t, t'}[G(\dots)] .
+    \quad F_{ab} = E_{t, t'}[F(\tau q, \tau' q', c)], \quad G_{ab} = E_{t, t'}[G(\dots)] ,
 
-The tangents of :math:`B_a` and :math:`A_a` add to :math:`\Theta^{ind}`
-
-.. math::
-    H = E_t\big[\tfrac{t}{\tau^2} H(\tau q, \dots) + (r - \tfrac{t}{\tau} + t)\, c\, G(\tau q,
-    \dots)\big] ,
-
-where :math:`F, G, H` are the expectations without a modulation.
+where :math:`F, G` are the expectations without a modulation. Biases are a second addend, without a
+factor. :mod:`embens.theory.mixture` computes the expectations and the tangents of :math:`B_a` and
+:math:`A_a`.
 
 *Additive members* :math:`W + B_a A_a` start with :math:`B_a = 0`, so they have the kernels of the
 plain network. The tangent kernel of :math:`B_a` is :math:`\sum_{k \le r} \eta_k(x) \eta_k(x')` with
@@ -27,69 +23,39 @@ plain network. The tangent kernel of :math:`B_a` is :math:`\sum_{k \le r} \eta_k
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from embens.laws import Law
 from embens.networks import Parametrized
 from embens.spec import LowRankSite
-from embens.theory.expectations import Dual
+from embens.theory.affine_step import AffineStep
 from embens.theory.moments import MEASURE, State, describe
+from embens.theory.pending import with_addends
 
 _FEWEST_NODES, _MOST_NODES = 8, 64
 
 
-class RankDual(Dual):
-    """Dual of an activation of multiplicative low-rank units.
+def row_nodes(rank: int, scale: float) -> list[tuple[float, float]]:
+    """Return quadrature nodes and weights of the squared length of a row of the matrices.
 
     Args:
-        plain: Dual of the activation.
         rank: Rank of the members' matrices.
-        scale: Standard deviation of their entries.
+        scale: Standard deviation of their entries, times the root of the rank.
+
+    Example:
+        >>> nodes = row_nodes(rank=2, scale=0.5)
+        >>> round(sum(weight * t for t, weight in nodes), 9)  # scale²
+        0.25
     """
-
-    def __init__(self, plain: Dual, rank: int, scale: float):
-        self.plain = plain
-        self.rank = rank
-        self.scale = scale
-        # √(1 + t) is singular at t = -1, so n nodes have an error of exp(-4 √(n r / 2 s²)).
-        count = math.ceil(60 * scale**2 / rank)
-        count = min(max(count, _FEWEST_NODES), _MOST_NODES)
-        sizes, weights = chi_square_nodes(rank, count)
-        t = scale**2 / rank * sizes
-        has_weight = weights * (1 + t) > 1e-13  # larger units would only slow the plain dual down
-        self._nodes = list(zip(t[has_weight].tolist(), weights[has_weight].tolist(), strict=True))
-
-    def prepare(self, q_max: float, law: Law | None) -> Dual:
-        """Return this dual with the plain one prepared for the largest unit."""
-        largest_size, _ = self._nodes[-1]
-        return RankDual(self.plain.prepare((1 + largest_size) * q_max, None), self.rank, self.scale)
-
-    def same(
-        self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None, *, with_h: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return F, G and the tangents of the members' matrices within a member."""
-        total_f = total_g = total_h = torch.zeros((), dtype=c.dtype, device=c.device)
-        for t, weight in self._nodes:
-            tau = 1 + t
-            f, g, h = self.plain.same(tau * q1, tau * q2, tau * c, None, with_h=with_h)
-            total_f = total_f + weight * f
-            total_g = total_g + weight * tau * g
-            if h is not None:
-                tangents = t / tau**2 * h + (self.rank - t / tau + t) * c * g
-                total_h = total_h + weight * tangents
-        return total_f, total_g, total_h if with_h else None
-
-    def cross(self, q1: Tensor, q2: Tensor, c: Tensor, law: Law | None) -> tuple[Tensor, Tensor]:
-        """Return F and G between two members."""
-        total_f = total_g = torch.zeros((), dtype=c.dtype, device=c.device)
-        for t1, weight1 in self._nodes:
-            for t2, weight2 in self._nodes:
-                f, g = self.plain.cross((1 + t1) * q1, (1 + t2) * q2, c, None)
-                total_f = total_f + weight1 * weight2 * f
-                total_g = total_g + weight1 * weight2 * g
-        return total_f, total_g
+    # √(1 + t) is singular at t = -1, so n nodes have an error of exp(-4 √(n r / 2 s²)).
+    count = math.ceil(60 * scale**2 / rank)
+    count = min(max(count, _FEWEST_NODES), _MOST_NODES)
+    sizes, weights = chi_square_nodes(rank, count)
+    t = scale**2 / rank * sizes
+    has_weight = weights * (1 + t) > 1e-13  # larger units would only slow the expectations down
+    return list(zip(t[has_weight].tolist(), weights[has_weight].tolist(), strict=True))
 
 
 def chi_square_nodes(degrees: int, count: int) -> tuple[Tensor, Tensor]:
@@ -118,40 +84,44 @@ def chi_square_nodes(degrees: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def change_rank(
-    layer: nn.Module, site: LowRankSite, before: State, after: State, signal: Tensor
+    site: LowRankSite, step: AffineStep, before: State, after: State, *, is_first: bool
 ) -> State:
     """Add the members' matrices to the kernels after a layer.
 
     Args:
-        layer: The layer.
         site: Rank, kind and scale of its matrices.
-        before: Kernels before the layer.
-        after: Kernels after the plain layer.
-        signal: Covariance before the layer, with its map of pixels applied.
+        step: The plain layer.
+        before: Kernels before it.
+        after: Kernels after it.
+        is_first: True for the first layer.
 
     Raises:
         TypeError: If the layer has no limit with these members.
     """
-    name = describe(layer, before.path)
-    is_first = before.inputs is not None
+    name = describe(step.layer, before.path)
     if site.kind == "additive":
-        return _add_matrices(layer, site, after, signal, name, is_first=is_first)
+        return _add_matrices(site, step, before, after, name, is_first=is_first)
     if is_first:
         raise TypeError(
             f"{name} has multiplicative low-rank members and is the first layer. Its inputs are "
             "finitely many, so they do not average over the members' matrices. Use sites= with "
             f"the names of hidden layers. {MEASURE}"
         )
-    if isinstance(layer, Parametrized) and layer.bias is not None and layer.bias_std:
-        raise TypeError(
-            f"{name} has biases and multiplicative low-rank members. Its units are a mixture of "
-            f"Gaussians that has no rule with biases. Use bias_std=0. {MEASURE}"
-        )
-    return after.replace(low_rank=site)
+    if not step.law.bias_variance and not step.law.bias_gain:
+        return after.replace(low_rank=site)
+    # The matrices change the weights alone, so that units are a sum with the bias.
+    weights, bias = step.split(before)
+    return with_addends(after, (replace(weights, low_rank=site), bias))
 
 
 def _add_matrices(
-    layer: nn.Module, site: LowRankSite, after: State, signal: Tensor, name: str, *, is_first: bool
+    site: LowRankSite,
+    step: AffineStep,
+    before: State,
+    after: State,
+    name: str,
+    *,
+    is_first: bool,
 ) -> State:
     """Add the mean tangent kernel of B to the kernels after a plain layer."""
     if site.scale:
@@ -160,12 +130,13 @@ def _add_matrices(
             f"their outputs stay random in the limit. Use scale=0. {MEASURE}"
         )
     gain = 1.0
+    layer = step.layer
     if isinstance(layer, Parametrized) and layer.parametrization == "ntk":
         # The factor of the forward pass is that of a weight, and weights are many.
         gain = layer.weight_std**2 / layer.fan_in if is_first else 0.0
-    if not after.facts.tracked or not gain:
+    if not step.tracked or not gain:
         return after
-    tangents = signal * (site.rank * gain)
+    tangents = step.apply(before.covariance) * (site.rank * gain)
     if after.individual is not None:
         tangents = tangents + after.individual
     return after.replace(individual=tangents)

@@ -36,9 +36,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.pooling import _AdaptiveMaxPoolNd, _MaxPoolNd
 
 from embens.theory import activations
-from embens.theory.activation_step import activate, settle
+from embens.theory.activation_step import activate
 from embens.theory.affine_step import AffineStep
 from embens.theory.moments import MEASURE, State, describe
+from embens.theory.pending import settle
 from embens.theory.pixels import (
     AVERAGES,
     is_depthwise,
@@ -46,6 +47,7 @@ from embens.theory.pixels import (
     kernel_of_inputs,
     pixel_map,
     pool,
+    upsample,
 )
 from embens.theory.rank_change import change_rank
 from embens.theory.weight_law import weight_law
@@ -211,6 +213,7 @@ def _(module: nn.Module, state: State) -> State:
 
 for _kind, _axes in AVERAGES.items():
     propagate.register(_kind)(partial(pool, axes=_axes))
+propagate.register(nn.Upsample)(upsample)
 
 
 @propagate.register(nn.Linear)
@@ -231,11 +234,11 @@ def affine(layer: nn.Module, state: State) -> State:
     """
     placement = state.placement(layer)
     # No activation followed the last layer: v modulates linear units.
-    state = settle(layer, state)
-    before = state
-    law = weight_law(layer, finite=state.inputs is not None, path=state.path)
+    state = settle(state)
+    is_first = state.inputs is not None
+    law = weight_law(layer, finite=is_first, path=state.path)
     post = placement.post
-    if state.inputs is not None:
+    if is_first:
         if post is not None and not state.facts.input_members:
             raise TypeError(
                 f"the input modulation of {describe(layer, state.path)} lies inside a module "
@@ -245,6 +248,7 @@ def affine(layer: nn.Module, state: State) -> State:
         state = kernel_of_inputs(layer, state)
         post = None  # its drawn values are in the inputs
     step = AffineStep(
+        layer=layer,
         law=law,
         apply=pixel_map(layer, state),
         post=post,
@@ -258,8 +262,6 @@ def affine(layer: nn.Module, state: State) -> State:
         individual=None,
         gaussian=True,
         centred=True,
-        mixed=False,
-        uneven_tangents=False,
         sources=frozenset([state.path]),
         pre=placement.pre,
     )
@@ -270,8 +272,7 @@ def affine(layer: nn.Module, state: State) -> State:
         cross = step.between(state, same)
         after = after.replace(cross=cross, individual=step.individual(state))
     if placement.low_rank is not None:
-        signal = step.apply(state.covariance)
-        after = change_rank(layer, placement.low_rank, before, after, signal)
+        after = change_rank(placement.low_rank, step, state, after, is_first=is_first)
     if state.flat:  # the layer has summed over the pixels
         after = after.replace(layout=None, spatial=0, flat=False)
     return after

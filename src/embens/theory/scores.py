@@ -118,8 +118,7 @@ def score(queries: Stream, keys: Stream) -> Scores:
         ValueError: If queries and keys are correlated, or not tokens.
     """
     is_tied = _are_equal_units(queries, keys)
-    queries = settle_parts(queries)
-    keys = settle_parts(keys.at(queries.depth))
+    queries, keys = settle_parts(queries), settle_parts(keys)
     if len(queries.parts) != 1 or len(keys.parts) != 1:
         raise ValueError(f"attention of a concatenation has no rule. {MEASURE}")
     query, key = queries.parts[0].state, keys.parts[0].state

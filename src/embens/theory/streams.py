@@ -6,7 +6,8 @@ width; a concatenation has several. A layer averages its parts.
 *Sums.* Streams :math:`s` and :math:`t` of one unit are uncorrelated if different layers drew them
 (their ``sources`` are disjoint) and one of them is centred. Then :math:`K = K_s + K_t`, and tangent
 kernels add as well, within and between members: products of the gradients of both streams
-contain the fresh centred weights of one of them once.
+contain the fresh centred weights of one of them once. Modulations :math:`v` of the streams wait
+for the next activation (:mod:`embens.theory.pending`).
 
 *Products* of streams of different layers, such as gates, have
 
@@ -20,12 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from embens.theory.activation_step import settle
-from embens.theory.moments import MEASURE, Moments, State
-
-Rule = Callable[[Moments, Moments], Moments]
+from embens.theory.moments import MEASURE, PAIRS, Moments, State
+from embens.theory.pending import add_kernels, addends_of, settle, with_addends
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,8 @@ class Stream:
 
 
 def settle_parts(stream: Stream) -> Stream:
-    """Apply pending modulations of all parts, one record after another."""
-    parts = []
-    depth = stream.depth
-    for part in stream.parts:
-        state = settle(nn.Identity(), part.state.replace(depth=depth))
-        depth = state.depth
-        parts.append(Part(state, part.width))
-    return Stream(tuple(parts), stream.name).at(depth)
+    """Apply the factors of all parts that wait for an activation."""
+    return stream.map(settle)
 
 
 def average_parts(stream: Stream) -> State:
@@ -91,7 +85,9 @@ def average_parts(stream: Stream) -> State:
         if average is None:
             average = share
         else:
-            average = _sum_states(average, share)
+            addends = (*addends_of(average), *addends_of(share))
+            sources = average.sources | share.sources
+            average = with_addends(average, addends).replace(sources=sources)
     assert average is not None
     return average.replace(gaussian=False)
 
@@ -107,10 +103,9 @@ def add_streams(first: Stream, second: Stream) -> Stream:
     Raises:
         ValueError: If the streams are correlated or have different shapes.
     """
-    first = settle_parts(first)
-    second = settle_parts(second.at(first.depth))
 
     def add(a: State, b: State) -> State:
+        a, b = _broadcast(a, b)
         _require_independence(a, b, f"the sum of {first.name!r} and {second.name!r}")
         if not (a.centred or b.centred):
             raise ValueError(
@@ -118,8 +113,10 @@ def add_streams(first: Stream, second: Stream) -> Stream:
                 "means, which are correlated. End one of them in a Linear or a convolution. "
                 + MEASURE
             )
-        state = _sum_states(a, b)
+        state = with_addends(a, (*addends_of(a), *addends_of(b)))
         return state.replace(
+            sources=a.sources | b.sources,
+            depth=max(a.depth, b.depth),
             gaussian=a.gaussian and b.gaussian,
             centred=a.centred and b.centred,
         )
@@ -133,10 +130,10 @@ def multiply_streams(first: Stream, second: Stream) -> Stream:
     Raises:
         ValueError: If the streams have layers in common or different shapes.
     """
-    first = settle_parts(first)
-    second = settle_parts(second.at(first.depth))
+    first, second = settle_parts(first), settle_parts(second)
 
     def multiply(a: State, b: State) -> State:
+        a, b = _broadcast(a, b)
         _require_independence(a, b, f"the product of {first.name!r} and {second.name!r}")
         state = _multiply_states(a, b)
         return state.replace(gaussian=False, centred=a.centred or b.centred)
@@ -191,6 +188,22 @@ def _combine_parts(
     return Stream(tuple(parts), first.name).at(depth)
 
 
+def _broadcast(a: State, b: State) -> tuple[State, State]:
+    """Return both states with the same pixels where one of them has axes of one pixel."""
+    if len(a.pixels) != len(b.pixels) or a.layout != b.layout or a.pixels == b.pixels:
+        return a, b
+    if any(m != n and 1 not in (m, n) for m, n in zip(a.pixels, b.pixels, strict=True)):
+        return a, b
+    pixels = torch.broadcast_shapes(a.pixels, b.pixels)
+    groups = 2 if a.layout == PAIRS else 1
+
+    def expand(kernel: Tensor) -> Tensor:
+        leading = kernel.shape[: kernel.dim() - groups * len(pixels)]
+        return kernel.expand(*leading, *pixels * groups).contiguous()
+
+    return a.map(expand), b.map(expand)
+
+
 def _require_independence(a: State, b: State, what: str) -> None:
     if a.spatial != b.spatial or a.pixels != b.pixels or a.flat != b.flat:
         raise ValueError(
@@ -223,55 +236,28 @@ def _overlap(first: str, second: str) -> bool:
     return max(first_start, second_start) < min(first_stop, second_stop)
 
 
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
-
-
 def _times(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return None
     return first * second
 
 
-def _combine_states(a: State, b: State, rule: Rule, individual: Tensor | None) -> State:
-    """Return the state of a sum or a product of units.
+def _multiply_states(a: State, b: State) -> State:
+    def rule(first: Moments, second: Moments) -> Moments:
+        ntk = add_kernels(_times(first.ntk, second.nngp), _times(first.nngp, second.ntk))
+        return Moments(_times(first.nngp, second.nngp), ntk)
 
-    Args:
-        a: Kernels of the first units.
-        b: Kernels of the second units.
-        rule: The rule of the operation for kernels within or between members.
-        individual: Tangent kernel of individual parameters after the operation.
-    """
     cross = None
     if a.cross is not None or b.cross is not None:
         cross = cache(lambda: rule(a.crossed, b.crossed))
+    individual = add_kernels(
+        _times(a.individual, b.same.nngp),
+        _times(a.same.nngp, b.individual),
+    )
     return a.replace(
         same=rule(a.same, b.same),
         cross=cross,
         individual=individual,
         depth=max(a.depth, b.depth),
-        mixed=a.mixed or b.mixed,
-        uneven_tangents=a.uneven_tangents or b.uneven_tangents,
         sources=a.sources | b.sources,
     )
-
-
-def _sum_states(a: State, b: State) -> State:
-    def rule(first: Moments, second: Moments) -> Moments:
-        return Moments(_sum(first.nngp, second.nngp), _sum(first.ntk, second.ntk))
-
-    return _combine_states(a, b, rule, _sum(a.individual, b.individual))
-
-
-def _multiply_states(a: State, b: State) -> State:
-    def rule(first: Moments, second: Moments) -> Moments:
-        ntk = _sum(_times(first.ntk, second.nngp), _times(first.nngp, second.ntk))
-        return Moments(_times(first.nngp, second.nngp), ntk)
-
-    individual = _sum(
-        _times(a.individual, b.same.nngp),
-        _times(a.same.nngp, b.individual),
-    )
-    return _combine_states(a, b, rule, individual)

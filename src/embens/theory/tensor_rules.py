@@ -21,6 +21,7 @@ from embens.theory.axis_order import (
     HEADS,
     average_pixels,
     axis_names,
+    insert_pixel_axis,
     permute,
     reshape,
     select_token,
@@ -47,6 +48,7 @@ _DIVIDE = {operator.truediv, torch.div, "div"}
 _CONCATENATE = {torch.cat, torch.concat}
 _SPLIT = {torch.chunk, torch.split, "chunk", "split"}
 _RESHAPE = {torch.flatten, torch.reshape, torch.squeeze, "flatten", "reshape", "view", "squeeze"}
+_UNSQUEEZE = {torch.unsqueeze, "unsqueeze"}
 _TRANSPOSE = {torch.transpose, "transpose", "permute", torch.permute}
 _UNCHANGED = {"contiguous", "clone", "float", "double", "to", "type_as"}
 _MEAN = {torch.mean, "mean"}
@@ -79,6 +81,7 @@ _MODULES: dict[Any, type[nn.Module]] = {
     F.avg_pool2d: nn.AvgPool2d,
     F.adaptive_avg_pool1d: nn.AdaptiveAvgPool1d,
     F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
+    F.interpolate: nn.Upsample,
 }
 """Functions and methods of tensors, with the modules whose rules apply to them."""
 
@@ -135,6 +138,8 @@ class Operations:
             return first
         if target in _RESHAPE:
             return self._reshape(node, first)
+        if target in _UNSQUEEZE:
+            return self._unsqueeze(node, first)
         if target in _TRANSPOSE:
             return self._transpose(node, first)
         if target in _MEAN or target in _SUM:
@@ -152,6 +157,8 @@ class Operations:
     ) -> Stream:
         """Apply the rule of the module of torch that acts as the function."""
         options = {name: value for name, value in kwargs.items() if name != "inplace"}
+        if node.target is F.interpolate and not options.pop("antialias", False):
+            options.pop("recompute_scale_factor", None)  # it changes no integer scale
         module = _MODULES[node.target](*args[1:], **options)
         after = stream.map(lambda state: propagate(module, state.replace(path=node.name)))
         return Stream(after.parts, node.name).at(after.depth)
@@ -190,11 +197,28 @@ class Operations:
         )
 
     def _select(self, node: torch.fx.Node, stream: Any, index: Any) -> Stream | None:
-        """Select one token, ``x[:, i]``."""
+        """Select one token, ``x[:, i]``, or insert axes of one pixel, ``x[:, :, None]``."""
+        if isinstance(stream, Stream) and isinstance(index, tuple) and None in index:
+            return self._insert_axes(stream, index)
         is_token = isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None)
         if not isinstance(stream, Stream) or not is_token or not isinstance(index[1], int):
             return None
         return select_token(stream, index[1])
+
+    def _insert_axes(self, stream: Stream, index: tuple[Any, ...]) -> Stream | None:
+        after: Stream | None = stream
+        for axis, part in enumerate(index):
+            if part is None and after is not None:
+                after = insert_pixel_axis(after, axis)
+            elif part is not None and part != slice(None):
+                return None
+        return after
+
+    def _unsqueeze(self, node: torch.fx.Node, stream: Stream) -> Stream | None:
+        axis: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        if not isinstance(axis, int):
+            return None
+        return insert_pixel_axis(stream, axis % len(self.shapes[node]))
 
     def _concatenate(self, node: torch.fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Stream:
         streams = list(args[0])
@@ -254,11 +278,12 @@ class Operations:
     ) -> Stream | None:
         """Average or sum over all pixels."""
         axes = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if axes is None or kwargs.get("keepdim", len(args) > 2 and args[2]):
+        if axes is None:
             return None
+        keep = bool(kwargs.get("keepdim", len(args) > 2 and args[2]))
         chosen = {axes} if isinstance(axes, int) else set(axes)
         count = torch.Size(stream.parts[0].state.pixels).numel()
-        averaged = average_pixels(stream, chosen)
+        averaged = average_pixels(stream, chosen, keep=keep)
         if averaged is None or node.target in _MEAN:
             return averaged
         return averaged.map(lambda state: scale_kernels(state, count**2))
@@ -280,9 +305,9 @@ def mixes_pixels_anywhere(nodes: list[torch.fx.Node], network: nn.Module) -> boo
     mixing = {*_MEAN, *_SUM, *attention_rules.MATMUL, F.scaled_dot_product_attention}
     for node in nodes:
         if node.op == "call_module":
-            if isinstance(network.get_submodule(str(node.target)), tuple(AVERAGES)):
+            if isinstance(network.get_submodule(str(node.target)), (*AVERAGES, nn.Upsample)):
                 return True
-        elif node.target in mixing or _MODULES.get(node.target) in AVERAGES:
+        elif node.target in mixing or _MODULES.get(node.target) in (*AVERAGES, nn.Upsample):
             return True
     return False
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -165,6 +166,8 @@ class Walk:
                 values[node] = self._value(node, args, kwargs, state, depth)
             except (TypeError, ValueError, NotImplementedError) as error:
                 raise with_line(error, node) from error
+            if isinstance(values[node], Stream):
+                values[node] = values[node].map(partial(_locate, node))
             for value in _flat([values[node]]):
                 if isinstance(value, Stream | Scores | Weights):
                     depth = max(depth, value.depth)
@@ -191,6 +194,8 @@ class Walk:
         if isinstance(value, Tensor):  # does not depend on the inputs, such as positions
             assert start.inputs is not None
             value = InputPair(*[value.expand(len(x), *value.shape) for x in start.inputs])
+        if isinstance(module, nn.Embedding) and isinstance(value, InputPair):
+            value = _with_batch(value, start)
         if not isinstance(value, Stream) and not is_layer:
             if isinstance(module, _NormBase) or any(True for _ in module.parameters()):
                 raise unknown_limit(module, path)
@@ -241,6 +246,30 @@ class Walk:
         if any(isinstance(value, InputPair) for value in _flat([*args, *kwargs.values()])):
             return InputPair(compute_for(0), compute_for(1))
         return compute_for(0)
+
+
+def _locate(node: torch.fx.Node, state: State) -> State:
+    """Let errors of the kernels between members, which are computed later, name the user's line."""
+    compute = state.cross
+    if compute is None:
+        return state
+
+    def cross() -> Moments:
+        try:
+            return compute()
+        except (TypeError, ValueError) as error:
+            raise with_line(error, node) from error
+
+    return state.replace(cross=cache(cross))
+
+
+def _with_batch(value: InputPair, start: State) -> InputPair:
+    """Return positions ``(token,)``, which only depend on shapes, for each input."""
+    if value.first.dim() != 1:
+        return value
+    assert start.inputs is not None
+    repeated = [v.expand(len(x), -1) for v, x in zip(value, start.inputs, strict=True)]
+    return InputPair(*repeated)
 
 
 def _in_dtype(value: InputPair, start: State) -> tuple[Tensor, Tensor]:
