@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from embens import networks
 from embens.spec import EnsembleSpec
 
 Scales = dict[str, tuple[Tensor | None, Tensor | None]]
@@ -231,7 +232,8 @@ def computes_weight(module: nn.Module) -> bool:
         return True  # a hook computes it
     if getattr(module, "max_norm", None) is not None:
         return True
-    return type(module).__name__ == "Scaled"  # the patterns' subclass of nn.Linear
+    is_subclass = isinstance(module, nn.Linear) and not isinstance(module, networks.Linear)
+    return is_subclass and type(module).forward is not nn.Linear.forward
 
 
 def rows_of(root: nn.Module, layer: str, tensor: Tensor) -> slice:
