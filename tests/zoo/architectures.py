@@ -102,6 +102,8 @@ WAVES |= {"num_conv_pos_embedding_groups": 2}
 STAGES = {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
 TOWERS = {"text_config": {**WORDS, "bos_token_id": 0, "eos_token_id": END}}
 TOWERS |= {"vision_config": PATCHES}
+GROUPS = {f"{part}_groups": 2 for part in ("q", "k", "v", "post_attention", "intermediate")}
+GROUPS |= {"output_groups": 2}
 STATES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 
 TRANSFORMERS = [
@@ -142,6 +144,29 @@ TRANSFORMERS = [
             embed_dim=8, depths=[1, 2], num_heads=[1, 2]),
     hugging("Wav2Vec2ForSequenceClassification", sound, **WAVES),
     hugging("HubertForSequenceClassification", sound, **WAVES),
+    hugging("RoFormerForSequenceClassification", embedding_size=16, **WORDS),
+    hugging("FNetForSequenceClassification", **WORDS, tpu_short_seq_length=TOKENS),
+    hugging("ConvBertForSequenceClassification", embedding_size=16, **WORDS),
+    hugging("SqueezeBertForSequenceClassification", embedding_size=16, **WORDS, **GROUPS),
+    hugging("NystromformerForSequenceClassification", **WORDS, num_landmarks=7),
+    hugging("GPTNeoForCausalLM", vocab_size=50, hidden_size=16, num_layers=2, num_heads=2,
+            attention_types=[[["global", "local"], 1]], max_position_embeddings=32),
+    hugging("GPTJForCausalLM", **GPT, rotary_dim=4),
+    hugging("FalconForCausalLM", **WORDS),
+    hugging("MixtralForCausalLM", **FEW, num_local_experts=3),
+    hugging("Qwen2MoeForCausalLM", **FEW, num_experts=3, num_experts_per_tok=2,
+            moe_intermediate_size=8, shared_expert_intermediate_size=8),
+    hugging("Phi3ForCausalLM", **FEW),
+    hugging("Gemma2ForCausalLM", head_dim=8, **FEW),
+    hugging("RwkvForCausalLM", vocab_size=50, hidden_size=16, num_hidden_layers=2,
+            context_length=16, attention_hidden_size=16),
+    hugging("SegformerForImageClassification", lambda: image(32), num_encoder_blocks=2,
+            depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3],
+            strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2]),
+    hugging("PoolFormerForImageClassification", lambda: image(32), depths=[1, 1, 1, 1],
+            hidden_sizes=[8, 8, 16, 16]),
+    hugging("RegNetForImageClassification", lambda: image(32), embedding_size=8, groups_width=4,
+            **STAGES),
     hugging("CLIPModel", both, parts=TOWERS, projection_dim=8),
     hugging("CLIPTextModelWithProjection", projection_dim=8, **TOWERS["text_config"]),
     hugging("CLIPVisionModelWithProjection", image, projection_dim=8, **PATCHES),
@@ -167,6 +192,18 @@ TIMM = [
     pictures("starnet_s050", 32, **FOUR),
     pictures("edgenext_xx_small", 64, **FOUR, **DIMS),
     pictures("dla46x_c", 32),
+    pictures("efficientnet_b0", 32),
+    pictures("ghostnet_050", 32),
+    pictures("repvgg_a0", 32),
+    pictures("skresnet18", 32),
+    pictures("nf_resnet26", 32),
+    pictures("botnet26t_256", 64, img_size=64),
+    pictures("poolformer_s12", 32, layers=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32)),
+    pictures("pvt_v2_b0", 32, **FOUR, embed_dims=(8, 16, 16, 32)),
+    pictures("mobilevit_xxs", 64),
+    pictures("mixer_s32_224", 64, img_size=64, num_blocks=2, embed_dim=32),
+    pictures("gmlp_s16_224", 32, img_size=32, num_blocks=2, embed_dim=32),
+    pictures("resmlp_12_224", 32, img_size=32, num_blocks=2, embed_dim=32),
     pictures("visformer_tiny", 64, embed_dim=32, depth=(1, 1, 1), img_size=64),
     pictures("swiftformer_xs", 64, embed_dims=(8, 16, 16, 32), **ONES),
     pictures("davit_tiny", 64, embed_dims=(8, 16, 24, 32), **FOUR, num_heads=(1, 2, 2, 2)),

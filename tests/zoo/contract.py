@@ -18,8 +18,8 @@ TOLERANCE = 2e-4
 ONE = laws.Constant(1.0)
 
 
-ALLOWED = ("members do not differ in",)
-"""Warnings that may occur: layers that members cannot modulate."""
+ALLOWED = ("members do not differ in", "with a transform or a compiled function")
+"""Warnings that may occur: layers that members cannot modulate, and scripted functions."""
 
 
 def check(reference: nn.Module, inputs: Any, folder: Path) -> None:
