@@ -102,7 +102,9 @@ def write_tensors(
                 "out of the state: register_buffer(persistent=False), no get_extra_state."
             )
         if tensor.is_meta:
-            raise ValueError(f"{name!r} has no values to write: it is on the meta device")
+            raise ValueError(
+                f"{name!r} has no values to write: it is on the meta device. Load its values first."
+            )
         tensor = tensor.detach().cpu().contiguous()
         address = tensor.untyped_storage().data_ptr()
         if address in addresses:
