@@ -409,3 +409,23 @@ def test_backward_in_chunks_does_not_change_the_input():
     expected = embens.objective(ensemble(x), torch.tensor([0, 1, 2, 0]))
     torch.testing.assert_close(loss, expected.detach())
     assert torch.equal(given, x)
+
+
+class Views(Net):
+    """Changes one argument, of which the other is a view."""
+
+    def forward(self, x, part):
+        x.mul_(2)
+        return super().forward(x + part.mean(1, keepdim=True))
+
+
+@quiet
+def test_arguments_that_share_memory_share_that_of_their_copies():
+    ensemble = grow_up(Views(lambda s, x: x), "batch ensemble")
+    member = ensemble.member(1)
+    x = x_of()
+    given = x.clone()
+    outputs = ensemble(given, given[:, :2])
+    assert torch.equal(given, x)
+
+    torch.testing.assert_close(outputs[1], member(given, given[:, :2]))

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from embens.checks import check_choice
+from embens.graph.captures import memory_of
 from embens.graph.snapshots import PLAIN, attributes_of
 from embens.losses import BATCH_KINDS
 
@@ -105,8 +106,9 @@ def check_rows(inputs: tuple[Any, ...], batch: str, members: int) -> None:
 def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return copies of arguments, so that a member's changes do not reach others or the caller.
 
-    A tensor that occurs twice is copied once. Other objects, such as a cache that a network fills,
-    are copied with the tensors in their attributes.
+    A tensor that occurs twice is copied once. Views of one tensor stay views of one copy, unless
+    they have gradients. Other objects, such as a cache that a network fills, are copied with the
+    tensors in their attributes.
 
     Args:
         args: Positional arguments.
@@ -116,12 +118,33 @@ def private_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[
         Copies of both.
     """
     copies: dict[int, Any] = {}
-    for leaf in tree_leaves((args, kwargs)):
+    leaves = tree_leaves((args, kwargs))
+    copies.update(_private_views(leaves))
+    for leaf in leaves:
+        if id(leaf) in copies:
+            continue
         if isinstance(leaf, Tensor):
             copies[id(leaf)] = _private_tensor(leaf)
         elif not isinstance(leaf, (*PLAIN, *_PASSED_ON)):
             copies[id(leaf)] = _private_object(leaf, copies)
     return tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
+
+
+def _private_views(leaves: list[Any]) -> dict[int, Tensor]:
+    """Return copies of the tensors that share memory with others, by ``id``."""
+    by_memory: dict[int, dict[int, Tensor]] = {}
+    if not torch.compiler.is_compiling():
+        for leaf in leaves:
+            if type(leaf) is Tensor and not leaf.requires_grad:
+                by_memory.setdefault(memory_of(leaf), {})[id(leaf)] = leaf
+    by_memory.pop(0, None)
+    copies = {}
+    memo: dict[int, Any] = {}  # with a common one, deepcopy keeps what the tensors share
+    for views in by_memory.values():
+        if len(views) > 1:
+            for view in views.values():
+                copies[id(view)] = copy.deepcopy(view, memo)
+    return copies
 
 
 def _private_tensor(x: Tensor) -> Tensor:
