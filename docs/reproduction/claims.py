@@ -68,7 +68,7 @@ def section(entry: dict[str, Any]) -> list[str]:
 
 
 def run_text(entry: dict[str, Any]) -> str:
-    """Return which cells were measured: the values of all axes, and the seeds."""
+    """Return which cells were measured: the values of all axes, the seeds, and the processor."""
     header, *rows = entry["table"]
     texts = []
     for axis in axes_of(entry):
@@ -77,7 +77,8 @@ def run_text(entry: dict[str, Any]) -> str:
             texts.append(seeds_text(found))
         else:
             texts.append(f"{axis} {', '.join(sorted(found, key=by_number))}")
-    return f"Measured ({count_text(entry)}): " + "; ".join(texts) + "."
+    processor = entry["manifest"]["machine"]["processor"]
+    return f"Measured ({count_text(entry)}): {'; '.join(texts)}. Last processor: {processor}."
 
 
 def seeds_text(found: set[str]) -> str:

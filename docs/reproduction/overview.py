@@ -5,6 +5,7 @@ Run from the repository root: ``python -m docs.reproduction.overview``
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +17,10 @@ from docs.reproduction.statements import FIGURES, Figure
 from reproduction.claims import FAILS, HOLDS, UNDECIDED
 from reproduction.competitors import (
     FOUR_NETWORKS,
+    LOW_RANK,
     ONE,
     SEPARATE,
+    SIGNS,
     SYSTEMS,
     TWO_NETWORKS,
     WIDE,
@@ -35,35 +38,42 @@ PRESETS = ("paper", "gpu", "cpu", "earlier", "quick")
 HEAD = """# The paper in two minutes
 
 One row for each figure of *Embedded Ensembles: Infinite Width Limit and Operating Regimes*
-(Velikanov et al., AISTATS 2022): one of its statements, our measurement with a 95 % interval, and
-the verdict. Each statement is true in a region of values. It **holds** if the whole interval lies
-in this region, and **does not hold** if the whole interval lies outside. Otherwise it is
-**undecided**. Names link to the pictures. [All claims](claims.md) has every statement with its
-region, and [the details](README.md) have set-up and history.
+(Velikanov et al., AISTATS 2022): a statement of the paper, our measurement with a 95 % interval,
+and the verdict. The statement is true for some values. It **holds** if the whole interval contains
+only such values, and **does not hold** if the interval contains none. Otherwise it is
+**undecided**. Names link to our pictures, which show the paper's numbers as well.
+
+Written by `overview.py`; do not edit by hand.
+"""
+
+SCALES = """
+[All claims](claims.md) lists every statement with its interval. [The details](README.md) describe
+set-up and statistics.
 
 | scale | data and network |
 | - | - |
-| `cpu` | CIFAR-100, see the [set-up](README.md#presets): 20 classes, 10,000 training images |
+| `cpu` | CIFAR-100 at 16×16, 20 classes, 10,000 images, 30 epochs, a quarter of the paper's channels ([set-up](README.md#presets)) |
 | `cpu`: `gradients`, `ntk-at-init`, `cost` | the paper's network in its own width, not trained |
 | `cpu`: `theorems` | perceptrons with 64 to 4,096 units |
 | `cpu`: `compare` | see [equal compute](#equal-compute) |
 | `earlier` | CIFAR-100, 1,000 images that the networks memorise; weak evidence |
 | `quick` | scikit-learn's digits and tiny perceptrons; a smoke test |
 
-**No figure with trained networks has been run at the paper's scale.** Its networks have four times
-the channels of `cpu`. They see four times the images, with 100 classes, for 500 epochs or more
-instead of 30. So a different result may be due to scale. The presets `gpu` and `paper` have the
-paper's network but have not been run.
-
-Written by `overview.py`; do not edit by hand.
+**No figure with trained networks has been run at the paper's scale:** four times the channels, four
+times the images, 100 classes, and at least 500 epochs. So a different result may be due to scale. The
+presets `gpu` and `paper` have the paper's network but have not been run.
 """
 
 GAINS = """
-**What ensembles gain at `cpu`**, in points of test accuracy with 95 % intervals: ensembles of
-N(p, 1−p²) below the transition, at the largest M that was run, differ from one network at its best
-learning rate by {one}, and from as many separate networks by {separate}. Signs in
-place of N(0, 1) change the accuracy by {signs} (M ≥ 4). The paper compares with M=1, whose
+**What ensembles gain at `cpu`**, in points of test accuracy. The ensembles have modulations
+N(p, 1−p²) below the transition, with the largest M that was run. The paper compares with M=1, whose
 modulations cost accuracy, and reports a gain of about 5 points.
+
+| compared | difference, 95 % interval |
+| - | - |
+| ensemble minus one network at its best learning rate | {one} |
+| ensemble minus as many separate networks | {separate} |
+| signs minus N(0, 1), M ≥ 4 | {signs} |
 """
 GAIN_CLAIMS = {
     "one": "the ensemble is more accurate than one network at its best rate",
@@ -122,12 +132,30 @@ values. Tests check all of them except the misprints.
 
 COMPARE = """![Accuracy and log loss against the compute of training](compare/cpu/summary.png)
 
-Networks with batch norm, 32–64–128–256 channels, on 8,000 images of 16 classes; the compute of one
-network is 15 epochs. Cells: accuracy in % / log loss / log loss after temperature scaling, with the
-number of seeds in brackets. The row *separate networks* spends a larger compute on more networks,
-of 15 epochs each. The row *two networks* spends it on more epochs. Guessing has a log loss of 2.77.
-[All measures](compare/cpu/figure.png), [claims](claims.md#compare-cpu).
+Networks with batch norm, 32–64–128–256 channels, on 8,000 images of 16 classes. The compute of one
+network is 15 epochs. Each cell shows the accuracy in %, the log loss, the log loss after
+temperature scaling, and in brackets the number of seeds. *Separate networks* are as many as the
+compute pays for, with 15 epochs each. All other systems spend a larger compute on more epochs,
+except for the wider network. Guessing has a log loss of 2.77.
+[More pictures](compare/cpu/figure.png), [claims](claims.md#compare-cpu).
 """
+MEASURES = """All measures at 4 ×, with and without temperature scaling (/ separates them). *Unknown classes* is the
+area under the ROC curve that separates images of four other classes. Parameters and times are
+relative to one network.
+"""
+MEASURE_HEAD = (
+    "system",
+    "accuracy",
+    "log loss / scaled",
+    "calibration error / scaled",
+    "unknown classes",
+    "parameters",
+    "training",
+    "inference",
+    "seeds",
+)
+MEASURED_BUDGET = 4
+COMPARED_SYSTEMS = (*SYSTEMS, TWO_NETWORKS, FOUR_NETWORKS)
 COMPARED = ("accuracy", "nll", "scaled_nll")
 CONCLUSION = """**Embed two members drawn from signs if training is so long that one network becomes
 overconfident, and memory holds one network only; otherwise train one network longer, or two.**
@@ -137,8 +165,13 @@ overconfident, and memory holds one network only; otherwise train one network lo
 - Two networks, with twice the parameters, are about as good as two members at 4 ×.
 - The advantage in log loss is mainly better calibration: after temperature scaling of both, the
   mean difference over 2 × and 4 × is undecided.
-- Four members are worse than two at every compute here.
+- Four or eight members, low-rank members, four networks and a wider network are worse than one
+  network at 4 ×, also after scaling. They are trained for 15 epochs at most.
+- Eight last-layer members cost as much as one network and gain little. Two members with split
+  batches are about as good as with shared ones. Both have one seed only.
 """
+WORSE = (WIDE, FOUR_NETWORKS, LOW_RANK, *SIGNS[1:])
+"""Systems that the conclusion calls worse than one network, by log loss after scaling."""
 CONCLUSION_VERDICTS = {
     "two members have a lower log loss than one network trained as long": "holds",
     "they also have a lower log loss after temperature scaling": "undecided",
@@ -162,7 +195,7 @@ def markdown(entries: list[dict[str, Any]]) -> str:
     lines = [
         HEAD,
         verdicts_text(entries),
-        table_row("experiment", "the paper", "measured", "verdict", "what we see"),
+        table_row("figure", "the paper", "measured", "verdict", "what we see"),
     ]
     lines.append(table_row(*["-"] * 5))
     for figure in FIGURES:
@@ -182,7 +215,7 @@ def markdown(entries: list[dict[str, Any]]) -> str:
         cosine=number_text(gradients["|cos| ∝ 1/width, as in the paper"]["value"], 2),
         squared=number_text(gradients["cos² ∝ 1/width (theory)"]["value"], 1),
     )
-    return "\n".join(lines) + "\n" + gains_text(by_title["transition", "cpu"]) + tail
+    return "\n".join(lines) + "\n" + SCALES + gains_text(by_title["transition", "cpu"]) + tail
 
 
 def verdicts_text(entries: list[dict[str, Any]]) -> str:
@@ -238,38 +271,96 @@ def is_far(entry: dict[str, Any]) -> bool:
 
 
 def compare_section(entry: dict[str, Any]) -> str:
-    """Return the table of ``compare``: a row for each system, a column for each budget."""
-    check_verdicts(entry, CONCLUSION_VERDICTS)
-    header, *rows = entry["table"]
-    cells: dict[tuple[str, int], list[list[float]]] = {}
-    parameters: dict[str, float] = {}
-    for row in rows:
-        values = dict(zip(header, row, strict=True))
-        key = values["system"], int(values["budget"])
-        cells.setdefault(key, []).append([float(values[name]) for name in COMPARED])
-        parameters.setdefault(values["system"], float(values["parameters"]))
-    for system, budget in SAME_NETWORKS.items():
-        cells.setdefault((system, budget), cells.get((SEPARATE, budget), []))
+    """Return the tables of ``compare``: quality by budget, and all measures at one budget."""
+    cells = compared_cells(entry)
+    check_conclusion(entry, cells)
     budgets = sorted({budget for _, budget in cells})
-    head = ["system", "parameters", *(f"{budget} ×" for budget in budgets)]
+    head = ["system", *(f"{budget} ×" for budget in budgets)]
     lines = [COMPARE, table_row(*head), table_row(*["-"] * len(head))]
-    for system in (*SYSTEMS, TWO_NETWORKS, FOUR_NETWORKS):
-        if system not in parameters:
-            continue
+    for system in COMPARED_SYSTEMS:
         texts = [compared_text(cells.get((system, budget), [])) for budget in budgets]
-        size = f"{parameters[system] / parameters[ONE]:.2f} ×"
-        if system in (SEPARATE, WIDE):
-            size = "as compute"
-        lines.append(table_row(system, size, *texts))
+        if any(text != "–" for text in texts):
+            lines.append(table_row(system, *texts))
+    lines += ["", MEASURES, table_row(*MEASURE_HEAD), table_row(*["-"] * len(MEASURE_HEAD))]
+    times = read_times()
+    for system in COMPARED_SYSTEMS:
+        rows = cells.get((system, MEASURED_BUDGET), [])
+        if rows:
+            one = fmean(row["parameters"] for row in cells[ONE, MEASURED_BUDGET])
+            lines.append(table_row(system, *measure_texts(system, rows, one, times)))
     return "\n".join(lines) + "\n\n" + CONCLUSION
 
 
-def compared_text(values: list[list[float]]) -> str:
+def check_conclusion(
+    entry: dict[str, Any], cells: dict[tuple[str, int], list[dict[str, float]]]
+) -> None:
+    """Raise if the results no longer agree with the conclusion."""
+    check_verdicts(entry, CONCLUSION_VERDICTS)
+    losses = {}
+    for system in (ONE, *WORSE):
+        losses[system] = fmean(row["scaled_nll"] for row in cells[system, MEASURED_BUDGET])
+    wrong = [system for system in WORSE if losses[system] <= losses[ONE]]
+    if wrong:
+        raise ValueError(f"the conclusion calls {wrong} worse than one network. Rewrite it.")
+
+
+def compared_cells(entry: dict[str, Any]) -> dict[tuple[str, int], list[dict[str, float]]]:
+    """Return the measured values of ``compare``, a row for each seed, by system and budget."""
+    header, *rows = entry["table"]
+    cells: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for row in rows:
+        values = dict(zip(header, row, strict=True))
+        key = values.pop("system"), int(values["budget"])
+        numbers = {name: float(value or "nan") for name, value in values.items()}
+        cells.setdefault(key, []).append(numbers)
+    for system, budget in SAME_NETWORKS.items():
+        cells.setdefault((system, budget), cells.get((SEPARATE, budget), []))
+    return cells
+
+
+def read_times() -> dict[str, dict[str, float]]:
+    """Return the times of training and inference by system, relative to one network."""
+    with (FOLDER / "compare" / "cpu" / "times.csv").open() as file:
+        rows = {row.pop("system"): row for row in csv.DictReader(file)}
+    times = {}
+    for system, row in rows.items():
+        times[system] = {name: float(row[name]) / float(rows[ONE][name]) for name in row}
+    return times
+
+
+def measure_texts(
+    system: str,
+    rows: list[dict[str, float]],
+    one_network: float,
+    times: dict[str, dict[str, float]],
+) -> list[str]:
+    """Return the cells of one system in the table of all measures.
+
+    Args:
+        system: The system.
+        rows: Its measured values, a row for each seed.
+        one_network: Parameters of one network.
+        times: Times relative to one network by system.
+    """
+    means = {name: fmean(row[name] for row in rows) for name in rows[0]}
+    return [
+        f"{100 * means['accuracy']:.1f}",
+        f"{means['nll']:.2f} / {means['scaled_nll']:.2f}",
+        f"{means['calibration']:.3f} / {means['scaled_calibration']:.3f}",
+        f"{means['auroc']:.3f}",
+        f"{means['parameters'] / one_network:.2f} ×",
+        f"{times[system]['training_seconds']:.1f} ×",
+        f"{times[system]['inference_seconds']:.1f} ×",
+        str(len(rows)),
+    ]
+
+
+def compared_text(rows: list[dict[str, float]]) -> str:
     """Return accuracy, log loss and scaled log loss with the number of seeds."""
-    if not values:
+    if not rows:
         return "–"
-    accuracy, loss, scaled = (fmean(column) for column in zip(*values, strict=True))
-    return f"{100 * accuracy:.1f} / {loss:.2f} / {scaled:.2f} ({len(values)})"
+    accuracy, loss, scaled = (fmean(row[name] for row in rows) for name in COMPARED)
+    return f"{100 * accuracy:.1f} / {loss:.2f} / {scaled:.2f} ({len(rows)})"
 
 
 def row_of(figure: Figure, entry: dict[str, Any]) -> str:
@@ -284,8 +375,7 @@ def row_of(figure: Figure, entry: dict[str, Any]) -> str:
     cells = count_text(entry)
     scale = f"{preset}, {cells}" if " of " in cells else preset
     name = f"[{figure.name}]({figure.name}/{preset}/figure.png) ({scale}), {label}"
-    measured = claim["note"] or interval_text(claim)
-    text = f"{claim['measure']}: {measured}"
+    text = f"{figure.quantity}: {claim['note'] or interval_text(claim)}"
     return table_row(name, figure.statement, text, f"**{claim['verdict']}**", comment)
 
 

@@ -14,7 +14,8 @@ class Figure:
         name: Name of the experiment.
         statement: What the paper says.
         claim: Statement of the claim whose value is shown.
-        comment: What we see, in a few sentences. ``{name}`` is a number from ``values`` or
+        quantity: The measured quantity, in a few words.
+        comment: What we see, in one or two sentences. ``{name}`` is a number from ``values`` or
             ``points``.
         verdicts: Verdicts of other statements on which the comment relies. The page is not written
             if they change.
@@ -25,6 +26,7 @@ class Figure:
     name: str
     statement: str
     claim: str
+    quantity: str
     comment: str
     verdicts: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
@@ -36,44 +38,45 @@ FIGURES = [
         "transition",
         "Members change from independent to collective near p = 0.6.",
         "the curves separate into two groups near p=0.6",
-        "The correlation of members grows mainly around one p, which is larger than in the paper: "
-        "{near:.0f} % of the growth lie within 0.1 of it. Above it members fit the training data "
-        "better. The inverted U in M is not tested, because M ends at 4.",
+        "p halfway between the regimes",
+        "The change is sharp, but at a larger p: {near:.0f} % of it lie within 0.1 of the middle. "
+        "The inverted U in M is not tested, because M ends at 4.",
         verdicts={
             "most of the change happens near the transition": "holds",
-            "below the transition the correlation hardly depends on p": "holds",
-            "the gap between members' train and test accuracy is smaller below": "holds",
             "below, ensemble accuracy rises with M and falls again": "undecided",
         },
         points={"near": "most of the change happens near the transition"},
     ),
     Figure(
         "widths",
-        "Wider networks have room for more members.",
+        "Wider networks have room for more members (best M = 7 at width 1).",
         "the best number of members grows with the width",
-        "Averaged over seeds, 8 members are best at the two smaller widths, 16 (the most that were "
-        "run) at the largest.",
+        "exponent of the best M in the width",
+        "Eight members are best at the two smaller widths, and 16, the most that were run, at the "
+        "largest.",
     ),
     Figure(
         "trajectories",
-        "With γ = M, members learn equally fast for every M.",
+        "With γ = M, members learn equally fast for every M (exponent 0).",
         "with γ=M members learn equally fast for every M (exponent 0, to 0.2)",
-        "With M=1 and 4 the learning curves coincide at γ=M for both widths, but two seeds do not "
-        "decide the exponent. At γ=1 four members are slower at the start and at the end. On "
-        "digits (`quick`) the statement holds.",
+        "exponent in M of the time to learn half",
+        "Learning curves of M=1 and 4 coincide with γ=M. With γ=1 four members are slower at the "
+        "start and at the end.",
     ),
     Figure(
         "lld-rates",
         "Last-layer dropout is best near ten members.",
         "the best number of members is near 10",
+        "best M at the best rate",
         "The last hidden layer has 16 units here, 512 in the paper: room for one or two members.",
     ),
     Figure(
         "gradients",
-        "The cosine between members' gradients falls as 1/width.",
+        "The cosine between members' gradients falls as 1/width (exponent −1).",
         "|cos| ∝ 1/width, as in the paper",
-        "Inner layers fall as 1/width, the first and the last as 1/√width. The total lies between "
-        "them and must approach 1/√width (an erratum).",
+        "exponent in the width, centred",
+        "Inner layers fall as 1/width, the first and the last as 1/√width. So the total must "
+        "approach 1/√width (an [erratum](#errata)).",
         verdicts={
             "|cos| ∝ 1/width in inner layers (theory)": "holds",
             "|cos| ∝ width^−1/2 in the first layer (theory)": "holds",
@@ -84,52 +87,36 @@ FIGURES = [
         "ablation",
         "Modulations after the activation alone are as good as both.",
         "post only: as accurate as the baseline (to 1 %)",
-        "With M=4 they are better, so modulations at both places cost accuracy here. Modulations "
-        "before the activation alone are better as well ({pre:+.1f} points; in the paper they are "
-        "less accurate). "
-        "Input and output modulations change the accuracy by {ends:.1f} points, not by −2 or more.",
-        verdicts={
-            "pre only: less accurate": "does not hold",
-            "input and output: much worse (by 2 %)": "does not hold",
-        },
-        points={
-            "pre": "pre only: less accurate",
-            "ends": "input and output: much worse (by 2 %)",
-        },
+        "accuracy minus that of both (M ≥ 4)",
+        "They are better than both. So are modulations before the activation alone "
+        "({pre:+.1f} points), which are worse in the paper.",
+        verdicts={"pre only: less accurate": "does not hold"},
+        points={"pre": "pre only: less accurate"},
     ),
     Figure(
         "ntk-at-init",
-        "The tangent kernel between members falls as 1/width.",
+        "The tangent kernel between members falls as 1/width (exponent −1).",
         "the ratio falls as 1/width when centred (normalised by the limit)",
-        "The kernel at the smallest width has heavy tails, which leave the exponent open. For the "
-        "ratio to the measured kernel it is {measured:.1f}, undecided as well. The effect of m "
-        "other members grows as m^{centred:.1f} if centred and as m^{shifted:.1f} if shifted "
-        "(paper: 1 and 2).",
+        "exponent of its square in the width",
+        "The effect of m other members grows as m^{centred:.1f} if centred and as m^{shifted:.1f} "
+        "if shifted (paper: 1 and 2).",
         verdicts={
-            "the ratio falls as 1/width when centred (normalised by the measured kernel)": (
-                "undecided"
-            ),
             "nll grows as m when centred": "holds",
             "nll grows as m² when shifted": "holds",
         },
         values={
-            "measured": (
-                "the ratio falls as 1/width when centred (normalised by the measured kernel)"
-            ),
             "centred": "nll grows as m when centred",
             "shifted": "nll grows as m² when shifted",
         },
     ),
     Figure(
         "mc-dropout",
-        "Fixed centred masks train independent members, with a best M that grows with the width.",
+        "With fixed centred masks, the best M grows with the width.",
         "with fixed centred masks the best M grows with width",
-        "Four members are best on average at both widths. The best M of single seeds varies, so "
-        "the exponent is open. Members with fixed masks are much less correlated than with fresh "
-        "shifted masks. Fresh centred masks hardly learn, as in the paper.",
+        "exponent of the best M in the width",
+        "Four members are best on average at both widths. Fresh centred masks hardly learn, as in "
+        "the paper.",
         verdicts={
-            "with fixed centred masks the best M grows with width": "undecided",
-            "fixed centred masks are much less correlated (independent; by 0.1)": "holds",
             "with fresh centred masks the network hardly learns (half the accuracy)": "holds",
         },
     ),
@@ -137,12 +124,19 @@ FIGURES = [
         "lld",
         "Last-layer members become more correlated as p grows.",
         "correlation grows with p",
-        "The other statements are undecided. On digits (`quick`) the best M grows with the width.",
+        "slope of the correlation in p",
+        "Of 1, 5 and 20 members, 5 are best. That is too coarse a sweep to see whether the best M "
+        "grows with the width.",
+        verdicts={
+            "at p=0 ensemble accuracy rises with M and falls again": "holds",
+            "at p=0 the best M grows with width": "undecided",
+        },
     ),
     Figure(
         "cost",
         "Last-layer dropout with 50 members costs about 10 % more time.",
         "a training step costs at most 1.1 × that of one network at M=50",
+        "time of a training step ÷ one network's",
         "Inference takes {inference:.2f} × the time of one network. The time of a BatchEnsemble is "
         "proportional to M.",
         verdicts={
@@ -155,9 +149,9 @@ FIGURES = [
         "theorems",
         "Kernels between members vanish if and only if the last modulations are centred.",
         "the tangent kernel between members vanishes if only u of the last layer is centred",
-        "The value is for ensembles in which only u of the last layer is centred. It is "
-        "{shifted:.2f} if that u is not centred. With a shared output bias it is {bias:.2f} "
-        "although u is centred, so the statement needs a network without this bias (an erratum).",
+        "kernel between ÷ within members, last u centred",
+        "It is {shifted:.2f} if that u is not centred. A shared output bias makes it {bias:.2f} "
+        "although u is centred (an [erratum](#errata)).",
         verdicts={
             "the tangent kernel between members does not vanish if u of the last layer is not "
             "centred": "holds",
@@ -175,6 +169,7 @@ FIGURES = [
         "parametrization",
         "Standard and NTK parametrization reach a similar accuracy.",
         "both reach a similar ensemble accuracy (to 1.5 %)",
+        "accuracy, NTK minus standard",
         "The difference is small, but the interval exceeds the tolerance of 1.5 points.",
     ),
 ]
