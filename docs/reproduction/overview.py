@@ -39,7 +39,7 @@ HEAD = """# The paper in two minutes
 
 One row for each figure of *Embedded Ensembles: Infinite Width Limit and Operating Regimes*
 (Velikanov et al., AISTATS 2022): a statement of the paper, our measurement with a 95 % interval,
-and the verdict. The statement is true for some values. It **holds** if the whole interval contains
+and the verdict. Each statement is true for some values: it **holds** if the whole interval contains
 only such values, and **does not hold** if the interval contains none. Otherwise it is
 **undecided**. Names link to our pictures, which show the paper's numbers as well.
 
