@@ -29,9 +29,9 @@ that the assumptions must be wrong (an F test at 10 %), the interval of the seed
 A table in which some cells lack a seed has no interval of the seeds, and the test is left out.
 
 **Coverage.** Effects of seeds cancel in differences between cells and in slopes. Simulated
-intervals of these cover the truth in 91 to 97 % of all sweeps. Effects do not cancel in the value of
-a cell or a mean of values. With two or three seeds their variance is poorly estimated, and if it is
-large, only 83 to 93 % of these intervals cover the truth.
+intervals of these cover the truth in 91 to 97 % of all sweeps. Effects do not cancel in the value
+of a cell or a mean of values. With two or three seeds their variance is poorly estimated, and if it
+is large, only 83 to 93 % of these intervals cover the truth.
 
 *Seeds* (all other experiments). Student's interval of the jackknife pseudo-values over seeds,
 

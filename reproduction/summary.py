@@ -8,11 +8,12 @@ from reproduction.competitors import (
     ONE,
     SEPARATE,
     SIGNS,
+    SPLIT,
     TWO_NETWORKS,
     WIDE,
     colours_of_systems,
 )
-from reproduction.drawing import Curve, Figure, curves, panels, state
+from reproduction.drawing import ORANGE, Curve, Figure, curves, panels, state
 from reproduction.rows import Frame, Rows
 
 TWO = SIGNS[0]
@@ -22,9 +23,9 @@ COLUMNS = {
     "scaled_nll": ("log loss after scaling", "{:.2f}"),
 }
 """Columns of the summary: label and format of a value."""
-SUMMARISED = (ONE, WIDE, SEPARATE, TWO_NETWORKS, *SIGNS[:2])
+SUMMARISED = (ONE, WIDE, SEPARATE, TWO_NETWORKS, *SIGNS[:2], SPLIT[0])
 """Systems of the summary."""
-MEMBERS = {TWO: "two members", SIGNS[1]: "four members"}
+MEMBERS = {TWO: "two members", SIGNS[1]: "four members", SPLIT[0]: "two members, split batches"}
 """Ensembles inside one network, with their names in the legend."""
 SAME_NETWORKS = {TWO_NETWORKS: 2, FOUR_NETWORKS: 4}
 """Budgets at which M networks are the separate networks."""
@@ -34,7 +35,7 @@ def draw_summary(table: Frame) -> Figure:
     """Return the small picture of the README."""
     table = with_same_networks(table)
     colours = colours_of_systems()
-    shown = {name: colours[name] for name in SUMMARISED}
+    shown = {name: colours[name] for name in SUMMARISED} | {SPLIT[0]: ORANGE}
     draw = partial(curves, table, "budget", by="system", colours=shown)
     titles = {}
     for column, (label, _) in COLUMNS.items():

@@ -52,7 +52,7 @@ set-up and statistics.
 
 | scale | data and network |
 | - | - |
-| `cpu` | CIFAR-100 at 16×16, 20 classes, 10,000 images, 30 epochs, a quarter of the paper's channels ([set-up](README.md#presets)) |
+| `cpu` | CIFAR-100 at 16×16, 20 classes, 10,000 images, 30 epochs ([set-up](README.md#presets)) |
 | `cpu`: `gradients`, `ntk-at-init`, `cost` | the paper's network in its own width, not trained |
 | `cpu`: `theorems` | perceptrons with 64 to 4,096 units |
 | `cpu`: `compare` | see [equal compute](#equal-compute) |
@@ -60,8 +60,8 @@ set-up and statistics.
 | `quick` | scikit-learn's digits and tiny perceptrons; a smoke test |
 
 **No figure with trained networks has been run at the paper's scale:** four times the channels, four
-times the images, 100 classes, and at least 500 epochs. So a different result may be due to scale. The
-presets `gpu` and `paper` have the paper's network but have not been run.
+times the images, 100 classes, and at least 500 epochs. So a different result may be due to scale.
+The presets `gpu` and `paper` have the paper's network but have not been run.
 """
 
 GAINS = """
@@ -139,9 +139,9 @@ compute pays for, with 15 epochs each. All other systems spend a larger compute 
 except for the wider network. Guessing has a log loss of 2.77.
 [More pictures](compare/cpu/figure.png), [claims](claims.md#compare-cpu).
 """
-MEASURES = """All measures at 4 ×, with and without temperature scaling (/ separates them). *Unknown classes* is the
-area under the ROC curve that separates images of four other classes. Parameters and times are
-relative to one network.
+MEASURES = """All measures at 4 ×, without / with temperature scaling. *Unknown classes* is the area under the
+ROC curve that separates images of four other classes. Parameters and times are relative to one
+network; times are those of a [shorter training](README.md#what-was-run-at-cpu) with equal compute.
 """
 MEASURE_HEAD = (
     "system",
@@ -167,8 +167,8 @@ overconfident, and memory holds one network only; otherwise train one network lo
   mean difference over 2 × and 4 × is undecided.
 - Four or eight members, low-rank members, four networks and a wider network are worse than one
   network at 4 ×, also after scaling. They are trained for 15 epochs at most.
-- Eight last-layer members cost as much as one network and gain little. Two members with split
-  batches are about as good as with shared ones. Both have one seed only.
+- Two members are about as good with split batches, in which each sample trains one member.
+- Eight last-layer members cost as much as one network and gain little (one seed).
 """
 WORSE = (WIDE, FOUR_NETWORKS, LOW_RANK, *SIGNS[1:])
 """Systems that the conclusion calls worse than one network, by log loss after scaling."""
