@@ -139,9 +139,10 @@ compute pays for, with 15 epochs each. All other systems spend a larger compute 
 except for the wider network. Guessing has a log loss of 2.77.
 [More pictures](compare/cpu/figure.png), [claims](claims.md#compare-cpu).
 """
-MEASURES = """All measures at 4 ×, without / with temperature scaling. *Unknown classes* is the area under the
-ROC curve that separates images of four other classes. Parameters and times are relative to one
-network; times are those of a [shorter training](README.md#what-was-run-at-cpu) with equal compute.
+MEASURES = """All measures at 4 ×, without / with temperature scaling. *Unknown classes* is the area
+under the ROC curve that separates images of four other classes. Parameters and times are relative
+to one network. Times are those of a [shorter training](README.md#what-was-run-at-cpu) with equal
+compute.
 """
 MEASURE_HEAD = (
     "system",
