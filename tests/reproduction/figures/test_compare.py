@@ -64,6 +64,7 @@ def typical_loss(system, two_networks):
 def make_row(loss, noise):
     return {
         "accuracy": 1 - loss + noise(0.001),
+        "member_accuracy": 0.95 - loss,
         "nll": loss + noise(0.001),
         "scaled_nll": loss + noise(0.001),
         "calibration": loss / 4 + noise(0.001),
