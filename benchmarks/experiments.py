@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.rows import RESULTS
+from embens.files import write_atomically
 from reproduction.figures import transition
 from reproduction.grid.cells import Cell, cells_of
 from reproduction.grid.settings import PRESETS, load_data
@@ -128,7 +129,7 @@ def main() -> None:
     text = json.dumps(result, indent=2)
     print(text)
     if options.write:
-        (RESULTS / "experiments.json").write_text(text + "\n")
+        write_atomically(RESULTS / "experiments.json", text + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import RESULTS
+from embens.files import write_atomically
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 SECTIONS = {
@@ -87,7 +88,7 @@ bar for releases, and `ARGS=--short` takes few rounds.
 
 def main() -> None:
     """Write the page."""
-    PAGE.write_text(page())
+    write_atomically(PAGE, page())
     print(f"wrote {PAGE.name}")
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from embens.files import write_atomically
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("embens", "torch", "tabm", "torch-uncertainty", "jax", "neural-tangents")
 
@@ -87,7 +89,7 @@ class Row:
         RESULTS.mkdir(exist_ok=True)
         content = {"machine": describe_machine(), **asdict(self)}
         text = json.dumps(content, indent=2, ensure_ascii=False)
-        (RESULTS / f"{self.name}.json").write_text(text + "\n")
+        write_atomically(RESULTS / f"{self.name}.json", text + "\n")
 
 
 def describe_machine() -> dict[str, object]:

@@ -285,8 +285,13 @@ def run_ray(cells: Iterable[Cell], workers: int | None) -> Iterator[Row]:
 def read(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader(whole_lines(path)))
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file without the last one if its writer was killed."""
+    lines = path.read_bytes().decode().splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n")]
 
 
 def keys(rows: list[dict[str, str]]) -> set[tuple]:
@@ -297,16 +302,21 @@ def keys(rows: list[dict[str, str]]) -> set[tuple]:
 
 
 def append(path: Path, row: Row) -> None:
+    # Imported here: the memory of the processes that fit is measured.
+    from embens.files import write_atomically
+
     names = [field.name for field in fields(Row)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
+    lines = whole_lines(path) if path.exists() else []
+    if lines and sum(len(line.encode()) for line in lines) < path.stat().st_size:
+        write_atomically(path, "".join(lines))
     values = {
         n: "" if v is None else f"{v:.6g}" if isinstance(v, float) else v
         for n, v in asdict(row).items()
     }
-    with path.open("a", newline="") as file:
+    with path.open("a" if lines else "w", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
-        if new:
+        if not lines:
             writer.writeheader()
         writer.writerow(values)
 

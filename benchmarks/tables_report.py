@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.tables_contestants import CONTESTANTS
+from embens.files import write_atomically
 
 PACKAGES = ("torch", "numpy", "scikit-learn", "tabm", "pytabkit", "lightgbm", "xgboost", "catboost")
 SCORES = ("log_loss", "accuracy", "calibration", "crps", "rmse", "coverage", "width", "member_loss")
@@ -36,7 +37,7 @@ def report(path: Path) -> None:
     fits = pd.read_csv(path)
     text = f"{body(fits)}\n\n{machine()}\n"
     print(text)
-    path.with_suffix(".md").write_text(text)
+    write_atomically(path.with_suffix(".md"), text)
     rows = fits["rows"].max()
     draw(average(fits[fits["rows"] == rows]), path.with_suffix(".png"), rows)
 

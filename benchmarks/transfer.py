@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 import embens
 from embens import laws, metrics
+from embens.files import write_atomically
 from embens.training import Batches, Divergence, KeepBest
 from reproduction.datasets import cifar100
 
@@ -296,10 +298,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     columns: dict[str, None] = {}
     for row in rows:
         columns.update(dict.fromkeys(row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(columns))
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())
 
 
 def print_table(path: Path) -> None:

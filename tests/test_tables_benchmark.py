@@ -152,6 +152,20 @@ def test_results_are_appended_and_known_again(tmp_path):
     assert [r["problem"] for r in rows] == ["", "over the limit"]
 
 
+def test_a_line_that_a_killed_process_left_incomplete_is_measured_again(tmp_path):
+    path = tmp_path / "blind.csv"
+    cell = tables.Cell("ames", "tabm", 2, 1, 1000)
+    rows = [tables.Row(**vars(cell) | {"fold": fold}, log_loss=0.5) for fold in range(3)]
+    for row in rows:
+        tables.append(path, row)
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+
+    assert len(tables.keys(tables.read(path))) == 2
+    tables.append(path, rows[2])
+    assert path.read_text() == whole
+
+
 def make_fits(kind, table, loss, score):
     """Return rows of three contestants, in the order of their losses."""
     fits = []
