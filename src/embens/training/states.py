@@ -60,6 +60,8 @@ def check_state(run: Run, template: dict[str, Any], state: Any, place: str) -> N
     for name in ("scaler", "tally", "generators"):
         check_like(fields.get(name), template[name], f"{place}.{name}")
     _check_weights(run, template["ensemble"], fields, "ensemble")
+    if (fields.get("good_weights") is None) != (fields.get("step") == 0):
+        raise fields.fail("good_weights", "the weights of the last epoch, inside of an epoch only")
     for name in ("best_weights", "good_weights"):
         if fields.get(name) is not None:
             _check_weights(run, template["ensemble"], fields, name)
@@ -196,7 +198,8 @@ def _check_optimizer(run: Run, template: dict[str, Any], fields: Fields) -> None
             raise refusal(state.place, f"a dictionary with {list(first)}", list(state.values))
         for name, value in state.values.items():
             if isinstance(value, Tensor) and not _fits(name, value, parameters[index]):
-                expected = f"a tensor of shape {tuple(parameters[index].shape)}"
+                parameter = parameters[index]
+                expected = f"a tensor of shape {tuple(parameter.shape)} and {parameter.dtype}"
                 if name in SCALAR_STATES:
                     expected = "one number"
                 raise state.fail(name, expected)
@@ -208,9 +211,11 @@ def _check_optimizer(run: Run, template: dict[str, Any], fields: Fields) -> None
 
 
 def _fits(name: str, value: Tensor, parameter: Tensor) -> bool:
-    """Return whether a state of an optimizer has the shape that belongs to a parameter."""
+    """Return whether a state of an optimizer has the shape and type that belong to a parameter."""
     if name in SCALAR_STATES:
-        return value.numel() == 1
+        return value.numel() == 1 and value.is_floating_point()
+    if value.dtype != parameter.dtype:
+        return False
     if name not in REDUCED_STATES:
         return value.shape == parameter.shape
     if value.dim() != parameter.dim():
