@@ -8,25 +8,39 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import re
 import resource
 import warnings
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from mutation import run_in_process
+from mutation import are_equal, run_in_process
+from torch import optim
 from training import problem
 
 import embens
 from embens import laws, networks, theory
 from embens.ensemble import saving
-from embens.files import Refused, read_tensors, write_tensors
+from embens.files import Refused, read_tensors, read_tree, write_tensors
 from embens.tabular import EmbeddedEnsembleClassifier, EmbeddedEnsembleRegressor, load, storage
 from embens.theory import archive
-from embens.training import Checkpoint, Divergence, WeightAveraging, checkpoint, fit
+from embens.training import (
+    Autocast,
+    Checkpoint,
+    ClipGradients,
+    Divergence,
+    EarlyStopping,
+    KeepBest,
+    ScheduleEveryStep,
+    WeightAveraging,
+    checkpoint,
+    fit,
+)
 
 VALUES = [
     *(None, True, False, 0, 1, -1, 2, 3, 7, 10**9, 2**53, 10**40, -(10**9)),
@@ -74,6 +88,47 @@ def change_header(header, generator):
         inside[key] = copy.deepcopy(generator.choice(VALUES))
 
 
+def leaves(values, path=()):
+    """Yield the container, the key and the path of every value in parsed JSON.
+
+    Elements of a list have the same path, and entries of packed dictionaries that of their name.
+    """
+    is_entry = isinstance(values, list) and len(values) == 2 and isinstance(values[0], str)
+    if isinstance(values, dict):
+        places = [(key, key) for key in values]
+    elif is_entry:
+        places = [(0, "name"), (1, values[0])]
+    elif isinstance(values, list):
+        places = [(index, "item") for index in range(len(values))]
+    else:
+        return
+    for key, name in places:
+        yield values, key, (*path, name)
+        yield from leaves(values[key], (*path, name))
+
+
+def change_leaf(header, generator):
+    """Change one field of parsed JSON in place, by a small step; rare fields are as likely."""
+    by_path = {}
+    for container, key, path in leaves(header):
+        by_path.setdefault(path, []).append((container, key))
+    container, key = generator.choice(by_path[generator.choice(list(by_path))])
+    old = container[key]
+    if isinstance(old, bool) or old is None:
+        new = [not old, 0, 1, None, "true", []]
+    elif isinstance(old, int):
+        new = [old + 1, old - 1, -old, 10**6, float(old), True, str(old), None, [old]]
+    elif isinstance(old, float):
+        new = [-old, 0.0, 1e308, float("nan"), float("inf"), True, str(old), None, [old]]
+    elif isinstance(old, str):
+        new = ["", f"{old}x", f"../{old}", "/etc/passwd", old.upper(), "a\nb", None, 3, [old]]
+    elif isinstance(old, list):
+        new = [[], old[:-1], old + old[:1], old[::-1], {}, None, 0]
+    else:
+        new = [{}, dict(list(old.items())[1:]), {**old, "surprise": 1}, [], None, 0]
+    container[key] = copy.deepcopy(generator.choice(new))
+
+
 def change_tensors(tensors, generator):
     """Change one tensor in place, or exchange two."""
     name, other = generator.choice(list(tensors)), generator.choice(list(tensors))
@@ -103,7 +158,10 @@ def change_tensors(tensors, generator):
 def forge_tensors(path, kind, generator):
     """Forge a safetensors file of embens."""
     header, tensors = read_tensors(path, kind)
-    if generator.random() < 0.65 or not tensors:
+    part = generator.random()
+    if part < 0.35:
+        change_leaf(header, generator)
+    elif part < 0.7 or not tensors:
         change_header(header, generator)
     else:
         change_tensors(tensors, generator)
@@ -150,16 +208,44 @@ def forge_kernels(path, generator):
 # Kinds: each returns the file, a function that forges it, and a function that reads and uses it.
 
 
-def ensemble(folder, make):
-    path = folder / "ensemble.safetensors"
-    make(problem.reference()).save(path)
+def ensemble(folder, make, net=problem.reference, shared=True):
+    path, again = folder / "ensemble.safetensors", folder / "again.safetensors"
+    make(net()).save(path, shared=shared)
 
     def use():
-        loaded = embens.load(path, problem.reference())
+        loaded = embens.load(path, net())
+        loaded.save(again, shared=shared)
+        assert are_equal(plain_numbers(again), plain_numbers(path)), "read as something else"
         if loaded.members < 1000:
             assert loaded(torch.zeros(2, 4)).shape == (loaded.members, 2, 3)
 
+    def plain_numbers(file):
+        """Return header and tensors; parameters of laws may be whole numbers."""
+        header, tensors = read_tensors(file, saving.FORMAT)
+        return [json.loads(json.dumps(header), parse_int=float), tensors]
+
     return path, lambda generator: forge_tensors(path, saving.FORMAT, generator), use
+
+
+def members_only(folder):
+    return ensemble(folder, lambda net: embens.batch_ensemble(net, 3), shared=False)
+
+
+def adapters_only(folder):
+    options = {"rank": 2, "kind": "additive", "shared": "frozen"}
+    return ensemble(folder, lambda net: embens.low_rank(net, 3, **options), shared=False)
+
+
+def fresh_masks(folder):
+    return ensemble(folder, lambda net: embens.mc_dropout(net, 3))
+
+
+def joint_masks(folder):
+    return ensemble(folder, lambda net: embens.masksembles(net, 4).subset([0, 2]))
+
+
+def norms(folder):
+    return ensemble(folder, lambda net: embens.independent(net, 2), net=problem.Normalised)
 
 
 def modulated(folder):
@@ -193,31 +279,69 @@ def regressor(folder):
     return estimator(folder, EmbeddedEnsembleRegressor, problem.data(60)[0][:, 0].numpy())
 
 
-def resumed(folder):
-    callbacks = [Checkpoint(folder, every=2), WeightAveraging(1.0)]
+class WatchedCheckpoint(Checkpoint):
+    """Keeps the state of a run that was resumed."""
 
+    def on_start(self, run):
+        super().on_start(run)
+        self.loaded = copy.deepcopy(run.state_dict())
+
+
+def resumed(folder, callbacks=lambda: [WeightAveraging(1.0)], net=problem.reference, **options):
     def run():
-        fit(problem.ensemble(), problem.data(40), epochs=2, batch_size=20, callbacks=callbacks)
+        made = embens.batch_ensemble(net(), 3, generator=torch.Generator().manual_seed(1))
+        watched = WatchedCheckpoint(folder, every=2)
+        every = [*callbacks(), watched]
+        fit(made, problem.data(40), epochs=2, batch_size=20, callbacks=every, **options)
+        return watched.loaded
 
     run()
     (folder / "step-0000000004.safetensors").unlink()
     (path,) = folder.glob("step-*.safetensors")
 
     def use():
+        loaded = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                run()
+                loaded = run()
             except Divergence:
-                return  # weights or rates that are too large
+                pass  # weights or rates that are too large
             finally:
                 for file in set(folder.iterdir()) - {path}:
                     file.unlink()
         for warning in caught:
             if "checkpoint refused" in str(warning.message):
                 raise Refused(str(warning.message))
+        if loaded is not None:
+            saved = read_tree(path, checkpoint.FORMAT)["state"]
+            assert are_equal(loaded, saved), "read as something else"
 
     return path, lambda generator: forge_tensors(path, checkpoint.FORMAT, generator), use
+
+
+def one_cycle(folder):
+    scheduler = partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=4)
+    return resumed(folder, lambda: [ScheduleEveryStep()], scheduler=scheduler)
+
+
+def warm_up(folder):
+    def scheduler(optimizer):
+        parts = [optim.lr_scheduler.LinearLR(optimizer), optim.lr_scheduler.StepLR(optimizer, 1)]
+        return optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
+
+    return resumed(folder, scheduler=scheduler, optimizer=optim.NAdam, lr=1e-3)
+
+
+def plateau(folder):
+    scheduler = partial(optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+    options = {"validation": problem.data(20, 5), "optimizer": optim.Adafactor, "lr": 1e-2}
+    return resumed(folder, lambda: [KeepBest(), EarlyStopping(5)], scheduler=scheduler, **options)
+
+
+def float16(folder):
+    callbacks = [Autocast(torch.float16), ClipGradients(0.5)]
+    return resumed(folder, lambda: callbacks, net=problem.Normalised, optimizer=optim.RMSprop)
 
 
 def kernels(folder):
@@ -227,25 +351,30 @@ def kernels(folder):
     return path, lambda generator: forge_kernels(path, generator), lambda: theory.load_kernels(path)
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (modulated, low_rank, separate, classifier, regressor, resumed, kernels)
-}
+def by_name(*kinds):
+    return {kind.__name__: kind for kind in kinds}
+
+
+KINDS = by_name(modulated, low_rank, separate, classifier, regressor, resumed, kernels)
+MORE_ENSEMBLES = by_name(members_only, adapters_only, fresh_masks, joint_masks, norms)
+MORE_RUNS = by_name(one_cycle, warm_up, plateau, float16)
+ALL = {**KINDS, **MORE_ENSEMBLES, **MORE_RUNS}
+RUNS = {"resumed", *MORE_RUNS}
 
 
 def forge_often(kind: str, folder: Path, count: int) -> dict[str, int]:
     """Forge a file many times; return the number of refusals and the memory in megabytes."""
-    path, forge, use = KINDS[kind](folder)
+    path, forge, use = ALL[kind](folder)
     use()
     original = path.read_bytes()
-    generator = random.Random(kind)
+    generator = random.Random(kind + os.environ.get("SEED", ""))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused = 0
     for number in range(count):
         forge(generator)
         try:
             with warnings.catch_warnings():
-                if kind != "resumed":
+                if kind not in RUNS:
                     warnings.simplefilter("ignore")
                 use()
         except Refused as error:

@@ -32,6 +32,14 @@ def test_1000_damaged_files_execute_nothing_and_use_little_memory(kind, tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", [*forgery.MORE_ENSEMBLES, *forgery.MORE_RUNS])
+def test_files_of_other_families_optimizers_and_schedules_are_refused_or_work(kind, tmp_path):
+    counts = forgery.forge_in_process(kind, tmp_path, 300)
+    assert counts["refused"] > 75
+    assert counts["after"] < 1000
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", forgery.KINDS)
 def test_1000_forged_files_execute_nothing_and_use_little_memory(kind, tmp_path):
     counts = forgery.forge_in_process(kind, tmp_path, 1000)
