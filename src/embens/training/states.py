@@ -297,6 +297,9 @@ def _check_random(fields: Fields) -> None:
     try:
         version, words, gauss = fields.items("python")
         random.Random().setstate((version, tuple(words), gauss))
+        # Python drops the upper bits of words, and keeps any object as the next normal value.
+        if not all(0 <= word < 2**32 for word in words[:-1]) or not _is_number(gauss or 0.0):
+            raise ValueError
     except (TypeError, ValueError, IndexError, OverflowError):
         raise fields.fail("python", "the state of a generator") from None
     if "cuda" in fields.values:
@@ -315,14 +318,22 @@ def _check_random(fields: Fields) -> None:
 def _check_callbacks(run: Run, fields: Fields) -> None:
     """Check that the states of callbacks are pairs of a name and a dictionary."""
     library_states = {}
+    missing: Counter[str] = Counter()
     for callback in run.callbacks:
         if type(callback).__module__.startswith("embens."):
-            library_states[type(callback).__name__] = callback.state_dict()
+            state = callback.state_dict()
+            library_states[type(callback).__name__] = state
+            if state:
+                missing[type(callback).__name__] += 1
     for index, pair in enumerate(fields.items("callbacks")):
         place = f"{fields.place}.callbacks[{index}]"
         if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str):
             raise refusal(place, "a pair of a name and a dictionary", pair)
         name, state = pair
+        missing[name] -= 1
         Fields(state, place)
         if name in library_states:
             check_like(state, library_states[name], f"{place}[1]")
+    for name, count in missing.items():
+        if count > 0:
+            raise fields.fail("callbacks", f"with a state of {name}")
