@@ -661,7 +661,7 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
         return rank + 1
     elif isinstance(module, nn.RNNBase):
         raise Unfoldable(f"the batch is not the first axis of the states of {name!r}")
-    elif is_layer(module):
+    elif is_layer(module) or type(module) is networks.Dropout:
         is_known = rank >= 2
     elif not type(module).__module__.startswith("torch.nn"):
         raise Unfoldable(f"{name!r} ({kind}) is not known to treat samples independently")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
+from embens import networks
 from embens.graph.captures import explain_copying
 from embens.graph.composites import (
     pass_attention,
@@ -118,7 +119,7 @@ class Tracer(torch.fx.Tracer):
         return call, [self.root]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if is_layer(m) or module_qualified_name in self.opaque:
+        if is_layer(m) or module_qualified_name in self.opaque or type(m) is networks.Dropout:
             return True
         return super().is_leaf_module(m, module_qualified_name)
 

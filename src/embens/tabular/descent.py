@@ -3,7 +3,7 @@
 :func:`embens.fit` does more: checkpoints, several processes, any network. Tables need AdamW on the
 ensemble's parameter groups, a learning rate that rises and then falls along a cosine, a running
 average of the weights, and early stopping on the validation rows. The averaged weights are
-validated, and those of the best epoch are kept.
+validated after an epoch, or after several epochs of few steps, and the best ones are kept.
 """
 
 import copy
@@ -31,6 +31,7 @@ from embens.training import Divergence, History
 ATTEMPTS = 4  # if training diverges; each attempt has a quarter of the previous learning rate
 AVERAGED_EPOCHS = 2.0  # horizon of the running average of the weights
 FINAL_RATE = 0.02  # learning rate at the end, as a fraction of the largest
+VALIDATED_STEPS = 40  # made between two validations, unless patience is short
 TEMPERATURE_ROWS = 256  # held-out rows that choose the temperature of an epoch
 
 
@@ -96,11 +97,13 @@ class Descent:
         deadline: When the run has to end.
 
     Attributes:
+        validation_interval: Number of epochs from one validation to the next.
         average: Running average of the ensemble.
         epoch_rows: One row for each epoch, as in :class:`embens.History`.
         member_rows: One row for each epoch and member.
         best_epoch: The epoch with the best metric; None without validation rows.
-        best_weights: The averaged weights of the best epoch, or of the last one.
+        best_weights: The averaged weights of the best epoch; without validation rows, the present
+            ones.
         stopped: "epochs", "patience" or "time"; None while the run continues.
     """
 
@@ -117,6 +120,8 @@ class Descent:
             self.epochs = min(self.epochs, defaults.MAX_EPOCHS_WITHOUT_VALIDATION)
         generator = torch.Generator().manual_seed(prepared.seed)
         self.batches = EncodedBatches(prepared.train, prepared.encoder, sizes.batch_size, generator)
+        interval = math.ceil(VALIDATED_STEPS / len(self.batches))
+        self.validation_interval = max(1, min(interval, self.patience // 4))
         groups = ensemble.parameter_groups(
             lr=sizes.lr, weight_decay=sizes.weight_decay, optimizer=torch.optim.AdamW
         )
@@ -142,7 +147,7 @@ class Descent:
     def _uses_bfloat16(self) -> bool:
         is_float32 = self.prepared.train.numbers.dtype == torch.float32
         is_fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
-        return bool(self.head.allows_bfloat16 and is_float32 and is_fast)
+        return is_float32 and bool(is_fast)
 
     def train_epoch(self) -> None:
         """Make the steps of an epoch, or those until the deadline."""
@@ -169,7 +174,7 @@ class Descent:
         self.seconds = time.monotonic() - start
 
     def end_epoch(self) -> None:
-        """Validate the averaged weights, keep them if they are the best, write the history."""
+        """Write the history; validate the averaged weights if it is due, and keep the best."""
         epoch = len(self.epoch_rows) + 1
         loss = float(self.losses.mean())
         weights = torch.cat([p.detach().flatten() for p in self.ensemble.parameters()])
@@ -178,29 +183,32 @@ class Descent:
                 f"Training diverged in epoch {epoch}: the loss is {loss:.4g}.",
                 History(self.member_rows, self.epoch_rows),
             )
+        if epoch == self.epochs and self.stopped is None:
+            self.stopped = "epochs"
         row = {"epoch": epoch, "loss": loss}
         members = {"loss": self.losses.tolist()}
-        metric = -epoch  # without validation rows the last epoch is the best
-        if len(self.prepared.validation):
+        is_due = epoch % self.validation_interval == 0 or self.stopped is not None
+        if is_due and len(self.prepared.validation):
             metric, validation_losses = self.validate()
             row["validation_loss"] = float(validation_losses.mean())
             row["metric"] = metric
             members["validation_loss"] = validation_losses.tolist()
-        if metric < self.best_metric or epoch == 1:
-            self.best_metric = metric
-            self.best_weights = copy.deepcopy(self.average.module.state_dict())
-            if len(self.prepared.validation):
-                self.best_epoch = epoch
+            self._keep_best(epoch, metric)
         row["lr"] = self.optimizer.param_groups[0]["lr"]
         row["seconds"] = self.seconds
         self.epoch_rows.append(row)
         for member in range(self.ensemble.members):
             values = {name: column[member] for name, column in members.items()}
             self.member_rows.append({"epoch": epoch, "member": member, **values})
-        if self.best_epoch is not None and epoch - self.best_epoch >= self.patience:
-            self.stopped = self.stopped or "patience"
-        if epoch == self.epochs:
-            self.stopped = self.stopped or "epochs"
+
+    def _keep_best(self, epoch: int, metric: float) -> None:
+        """Keep the averaged weights if they are the best, or count the patience."""
+        if self.best_epoch is None or metric < self.best_metric:
+            self.best_metric = metric
+            self.best_epoch = epoch
+            self.best_weights = copy.deepcopy(self.average.module.state_dict())
+        elif epoch - self.best_epoch >= self.patience and self.stopped is None:
+            self.stopped = "patience"
 
     def validate(self) -> tuple[float, Tensor]:
         """Return the metric of early stopping and the losses of the members.

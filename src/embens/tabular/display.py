@@ -158,7 +158,8 @@ class Display:
             >>> model.plot_history().get_ylabel()
             'loss'
         """
-        frame = self.history_.set_index("epoch")
+        # Not every epoch is validated.
+        frame = self.history_.set_index("epoch").interpolate(limit_area="inside")
         names = {"loss": "training, mean of members"}
         if "validation_loss" in frame:
             names["validation_loss"] = "validation, mean of members"

@@ -380,6 +380,34 @@ class GaussianHead(Head):
         mean, std = self.summarise(outputs)
         return replace(self, scores=(self.unpack(target)[0] - mean).abs() / std)
 
+    def for_mean_of_groups(self, outputs: Tensor, fold_of_row: Tensor) -> Self:
+        r"""Return the head with smaller scores, because the mean of groups has a smaller error.
+
+        The scores are errors of the group that has not seen a row. The mean of :math:`K` groups has
+
+        .. math::
+            E[\text{error of the mean}^2] = E[\text{error of a group}^2]
+            - (1 - \tfrac1K)\, E[\text{variance between groups}] ,
+
+        all in units of the predicted variance. The variance between groups is that of the
+        :math:`K - 1` groups that have seen the row. They are closer to its target and so to each
+        other, which makes the correction smaller and intervals wider. Two groups get none.
+        """
+        if self.scores is None or len(outputs) < 3:
+            return self
+        moments = [self.summarise(group) for group in outputs]
+        means, stds = (torch.stack(parts) for parts in zip(*moments, strict=True))
+        groups, rows = means.shape[:2]
+        row = torch.arange(rows)
+        has_seen = torch.ones(groups, rows, dtype=torch.bool)
+        has_seen[fold_of_row, row] = False
+        means_of_others = means.transpose(0, 1)[has_seen.T].view(rows, groups - 1, -1)
+        variance = means_of_others.var(1) / stds[fold_of_row, row].square()
+        share = variance.mean(0) / self.scores.square().mean(0)
+        # If errors came from the variance between groups alone, the share would be 1.
+        factor = (1 - (1 - 1 / groups) * share.clamp(max=1.0)).sqrt()
+        return replace(self, scores=factor * self.scores)
+
 
 def _interpolate(values: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Interpolate between knots ``(knot, target)`` linearly, and extrapolate beyond them."""

@@ -3,7 +3,8 @@
 With ``folds=K`` the rows are divided into K folds and the members into K groups. A group is an
 embedded ensemble that is trained on all folds but one. The fold that it has not seen decides when
 its training ends, and together these *out-of-fold* predictions of all rows give the temperature and
-the conformal scores. So every row is used for training and for calibration.
+the conformal scores. So every row is used for training and for calibration. The scores are those of
+single groups; for intervals around the mean of all groups they are corrected.
 
 Groups share no weights. In one ensemble with row weights of 0 a held-out row would still train the
 shared weights through the other members, and its prediction would be too good (ADR 9).
@@ -23,9 +24,11 @@ from embens.tabular.defaults import TINY_ROWS, Sizes
 from embens.tabular.descent import train
 from embens.tabular.perceptron import build_ensemble, predict_rows
 from embens.tabular.pipeline import Fitted, finish, search, with_transform
-from embens.tabular.preparation import Prepared
+from embens.tabular.preparation import AnyHead, Prepared
 from embens.tabular.targets import calibrate_head
 from embens.training import History
+
+SPREAD_ROWS = 1000  # training rows that show how much the groups differ
 
 
 class GroupedEnsemble(nn.Module):
@@ -137,6 +140,7 @@ def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None)
     )
     held_out["members"] = member_losses
     head = head.with_scores(out_of_fold, target)
+    head = _for_mean_of_groups(head, groups, prepared, fold_of_row)
     remarks = list(prepared.remarks)
     if problem:
         remarks.append(problem)
@@ -150,6 +154,17 @@ def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None)
         held_out,
         remarks,
     )
+
+
+def _for_mean_of_groups(
+    head: AnyHead, groups: Sequence[EmbeddedEnsemble], prepared: Prepared, fold_of_row: Tensor
+) -> AnyHead:
+    """Correct the conformal scores of single groups; some of the rows are enough."""
+    rows = len(prepared.train)
+    some = torch.linspace(0, rows - 1, min(rows, SPREAD_ROWS)).long()
+    some_rows = prepared.train[some]
+    outputs = [predict_rows(group, prepared.encoder, some_rows) for group in groups]
+    return head.for_mean_of_groups(torch.stack(outputs), fold_of_row[some])
 
 
 def _continue_groups(prepared: Prepared, sizes: Sizes, previous: Fitted) -> Fitted:
@@ -183,16 +198,17 @@ def _previous_groups(previous: Fitted) -> Any:
 def join_histories(runs: Sequence[History]) -> History:
     """Return the history of all groups.
 
-    Losses of an epoch are means over the groups that were still training, and seconds are sums. The
-    best epoch is the median of the groups.
+    Losses of an epoch are means over the groups that were still training and have them, and seconds
+    are sums. The best epoch is the median of the groups.
     """
     epochs = []
     for epoch in range(1, max(len(run.epochs) for run in runs) + 1):
         rows = [run.epochs[epoch - 1] for run in runs if len(run.epochs) >= epoch]
         row: dict[str, Any] = {"epoch": epoch}
-        for name in rows[0]:
-            if name != "epoch":
-                row[name] = float(np.mean([other[name] for other in rows]))
+        for name in ("loss", "validation_loss", "metric", "lr"):
+            values = [other[name] for other in rows if name in other]
+            if values:
+                row[name] = float(np.mean(values))
         row["seconds"] = float(sum(other["seconds"] for other in rows))
         epochs.append(row)
     members = []

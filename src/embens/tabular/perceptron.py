@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import embens
 from embens import EmbeddedEnsemble
 from embens.laws import Bernoulli, Normal, Signs
+from embens.networks import Dropout
 from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes
 from embens.tabular.targets import Head
@@ -314,7 +315,7 @@ def build_network(
         network.append(nn.utils.skip_init(nn.Linear, inputs, sizes.width))
         network.append(nn.ReLU())
         if sizes.dropout > 0:
-            network.append(nn.Dropout(sizes.dropout))
+            network.append(Dropout(sizes.dropout))
         inputs = sizes.width
     last_layer: Any = nn.utils.skip_init(nn.Linear, inputs, head.outputs)
     network.append(last_layer)

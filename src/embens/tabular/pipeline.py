@@ -251,7 +251,7 @@ def search(prepared: Prepared, sizes: Sizes, deadline: float) -> tuple[Prepared,
         return float(head.crps(predict_rows(ensemble, candidate.encoder, rows), rows.target))
 
     def best_metric(candidate: Prepared, ensemble: EmbeddedEnsemble, run: History) -> float:
-        return min(row["metric"] for row in run.epochs)
+        return min(row["metric"] for row in run.epochs if "metric" in row)
 
     transforms = [(candidate, sizes) for candidate in transform_candidates(prepared)]
     prepared, _ = halve(transforms, target_loss, deadline)

@@ -144,7 +144,6 @@ class Head(ABC):
         detached: Whether the second half of the outputs does not train the hidden layers.
         constant_name: Name of the prediction of :meth:`constant_outputs`.
         default_sites: Where members differ by default.
-        allows_bfloat16: Whether the network may run in bfloat16 during training.
         calibration_stride: Every ``calibration_stride``-th held-out row is reserved for
             conformal scores.
     """
@@ -154,7 +153,6 @@ class Head(ABC):
     detached: ClassVar[bool] = False
     constant_name: ClassVar[str]
     default_sites: ClassVar[str] = "hidden"
-    allows_bfloat16: ClassVar[bool] = False
     calibration_stride: ClassVar[int] = 4
 
     @staticmethod
@@ -226,6 +224,15 @@ class Head(ABC):
     def with_scores(self, outputs: Tensor, target: Tensor) -> Self:
         """Return the head with the conformal scores of rows that nothing else has used."""
 
+    def for_mean_of_groups(self, outputs: Tensor, fold_of_row: Tensor) -> Self:
+        """Return the head with scores of the mean of groups; those of classes stay as they are.
+
+        Args:
+            outputs: Outputs of all groups for some training rows, ``(group, member, row, output)``.
+            fold_of_row: The group that has not seen a row, ``(row,)``.
+        """
+        return self
+
     @abstractmethod
     def summarise(self, outputs: Tensor) -> tuple[Tensor, ...]:
         """Return the prediction of the ensemble, one or several tensors ``(row, …)``."""
@@ -244,7 +251,6 @@ class ClassHead(Head):
     temperature: float = 1.0
     constant_name: ClassVar[str] = "the class frequencies"
     default_sites: ClassVar[str] = "first"
-    allows_bfloat16: ClassVar[bool] = True
 
     @staticmethod
     def read(y: Any) -> np.ndarray:
