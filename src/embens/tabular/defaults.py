@@ -20,6 +20,7 @@ TINY_ROWS = 50  # smaller tables are trained without held-out rows, in full batc
 DEFAULT_MEMBERS = 16
 DEFAULT_FOLDS = 4
 LARGE_ROWS = 5000  # from here on the learning rate is higher
+MEDIUM_ROWS = 2500  # from here on patience is shorter, and the quantile loss has larger steps
 MAX_LEARNING_ROWS = 100_000  # rows from which bins and categories are learned
 MAX_HELD_OUT_ROWS = 10_000
 MAX_EPOCHS_WITHOUT_VALIDATION = 60
@@ -27,6 +28,9 @@ BATCH_SIZES = ((2500, 64), (LARGE_ROWS, 128), (50_000, 256), (200_000, 512))
 """Number of training rows, and batch size of tables with fewer rows."""
 LARGEST_BATCH_SIZE = 1024
 STEPS = 1800  # approximate number of optimizer steps of a run, within the bounds on epochs
+QUANTILE_STEPS = 900  # the same for the quantile loss from MEDIUM_ROWS on
+QUANTILE_BATCH_SIZE = 256  # for the quantile loss from MEDIUM_ROWS on, or more
+QUANTILE_LR = 8e-3  # for the quantile loss from MEDIUM_ROWS on
 MIN_EPOCHS = 24
 MAX_EPOCHS = 100
 WIDE_COLUMNS = 256  # numeric columns from which a table can be wide
@@ -264,28 +268,37 @@ def choose_sizes(rows: int, arguments: Arguments) -> Sizes:
     Example:
         >>> sizes = choose_sizes(10_000, Arguments())
         >>> sizes.members, sizes.width, sizes.batch_size, sizes.epochs, sizes.patience
-        (16, 256, 256, 46, 11)
+        (16, 256, 256, 46, 10)
     """
-    batch_size = resolve(arguments.batch_size, default_batch_size(rows))
+    batch_size = default_batch_size(rows)
+    steps = STEPS
+    lr = 2e-3
+    if rows >= LARGE_ROWS:
+        lr = 4e-3
+    if arguments.loss == "quantile" and rows >= MEDIUM_ROWS:
+        batch_size = max(batch_size, QUANTILE_BATCH_SIZE)
+        steps = QUANTILE_STEPS
+        lr = QUANTILE_LR
+    batch_size = resolve(arguments.batch_size, batch_size)
     steps_per_epoch = max(1, rows // batch_size)
-    epochs = min(MAX_EPOCHS, max(MIN_EPOCHS, STEPS // steps_per_epoch))
+    epochs = min(MAX_EPOCHS, max(MIN_EPOCHS, steps // steps_per_epoch))
     epochs = resolve(arguments.max_epochs, epochs)
+    patience = max(8, epochs // 4)
+    if rows >= MEDIUM_ROWS:
+        patience = max(10, epochs // 8)
     width = 256
     if rows < 500:
         width = 64
     dropout, weight_decay = REGULARISATIONS[0]
     if rows < TINY_ROWS:
         dropout = 0.0
-    lr = 2e-3
-    if rows >= LARGE_ROWS:
-        lr = 4e-3
     return Sizes(
         members=resolve(arguments.members, DEFAULT_MEMBERS),
         p=resolve(arguments.p, 0.0),
         width=resolve(arguments.width, width),
         batch_size=batch_size,
         epochs=epochs,
-        patience=resolve(arguments.patience, max(8, epochs // 4)),
+        patience=resolve(arguments.patience, patience),
         dropout=resolve(arguments.dropout, dropout),
         weight_decay=resolve(arguments.weight_decay, weight_decay),
         lr=resolve(arguments.lr, lr),
