@@ -6,7 +6,7 @@ import pytest
 from tabular.problems import classes_of, classifier, mixed_table
 
 from embens import laws
-from embens.tabular import defaults
+from embens.tabular import EmbeddedEnsembleRegressor, defaults
 from embens.tabular.defaults import Arguments, choose_sizes, size_candidates
 
 
@@ -17,6 +17,15 @@ def test_a_tiny_table_is_one_batch_without_dropout():
 
 def test_a_large_table_has_the_smallest_number_of_epochs():
     assert choose_sizes(10**6, Arguments()).epochs == defaults.MIN_EPOCHS
+
+
+def test_the_quantile_loss_has_half_of_the_steps_at_twice_the_rate():
+    quantile = choose_sizes(6000, EmbeddedEnsembleRegressor())
+    likelihood = choose_sizes(6000, EmbeddedEnsembleRegressor(loss="likelihood"))
+    assert quantile.lr == 2 * likelihood.lr
+    assert quantile.epochs == pytest.approx(likelihood.epochs / 2, abs=1)
+    assert quantile.batch_size == likelihood.batch_size == 256
+    assert choose_sizes(6000, EmbeddedEnsembleRegressor(batch_size=64)).batch_size == 64
 
 
 @pytest.mark.parametrize(

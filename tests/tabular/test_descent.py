@@ -90,6 +90,24 @@ def test_patience_ends_a_run_after_the_best_epoch():
     assert len(model.run_.epochs) == model.run_.best_epoch + 2
 
 
+def test_short_epochs_are_validated_together(monkeypatch):
+    monkeypatch.setattr(descent, "VALIDATED_STEPS", 8)
+    X, target = mixed_table(200)  # 160 training rows: three steps of an epoch
+    history = regressor(max_epochs=10, patience=100).fit(X, target).run_
+
+    assert [row["epoch"] for row in history.epochs if "metric" in row] == [3, 6, 9, 10]
+    metrics = {row["epoch"]: row["metric"] for row in history.epochs if "metric" in row}
+    assert history.best_epoch == min(metrics, key=metrics.get)
+
+
+def test_patience_limits_the_epochs_between_validations(monkeypatch):
+    monkeypatch.setattr(descent, "VALIDATED_STEPS", 1000)
+    X, target = mixed_table(200)
+    history = regressor(max_epochs=10, patience=8).fit(X, target).run_
+
+    assert [row["epoch"] for row in history.epochs if "metric" in row] == [2, 4, 6, 8, 10]
+
+
 def test_a_history_has_a_row_for_each_epoch_and_member():
     history = fitted()[0].run_
     assert [row["epoch"] for row in history.epochs] == list(range(1, len(history.epochs) + 1))

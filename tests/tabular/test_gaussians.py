@@ -220,3 +220,51 @@ def test_the_fast_mean_is_that_of_the_whole_mixture(loss, transform):
 
     torch.testing.assert_close(mean, head.summarise(outputs)[0])
     assert (mean == 0).any() or transform != "none"  # some means are bounded by 0
+
+
+def group_outputs(means, std=1.0):
+    """Return outputs ``(group, member, row, output)`` of groups with one Gaussian member each."""
+    log_variance = torch.full_like(means, 2 * math.log(std))
+    return torch.stack([means, log_variance], -1).unsqueeze(1)
+
+
+def test_scores_of_the_mean_of_groups_are_smaller_by_the_variance_between_groups():
+    # Two rows, held out by groups 0 and 1; the other two groups differ by 0.2 and by 0.4.
+    means = torch.tensor([[9.0, 0.3], [0.1, 9.0], [-0.1, -0.1]], dtype=torch.float64)
+    scores = torch.tensor([[1.0], [0.5]], dtype=torch.float64)
+    head = GaussianHead(1, scores=scores)
+    corrected = head.for_mean_of_groups(group_outputs(means, std=0.5), torch.tensor([0, 1]))
+    variance = (0.2**2 / 2 + 0.4**2 / 2) / 2 / 0.5**2
+    factor = math.sqrt(1 - 2 / 3 * variance / ((1.0**2 + 0.5**2) / 2))
+
+    torch.testing.assert_close(corrected.scores, factor * scores)
+
+
+def test_scores_are_not_corrected_below_errors_that_only_groups_explain():
+    means = 10 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).double()
+    head = GaussianHead(1, scores=torch.ones(50, 1).double())
+    fold_of_row = torch.arange(50) % 4
+
+    corrected = head.for_mean_of_groups(group_outputs(means), fold_of_row)
+    torch.testing.assert_close(corrected.scores, torch.full((50, 1), 0.5).double())  # √(1/4)
+    two_groups = head.for_mean_of_groups(group_outputs(means[:2]), fold_of_row % 2)
+    assert two_groups.scores is head.scores
+
+
+def test_corrected_intervals_around_the_mean_of_groups_have_the_coverage():
+    rows = 40_000
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(rows, generator=generator)
+    means = 0.5 * torch.randn(4, rows, generator=generator)  # the true mean is 0
+    fold_of_row = torch.arange(rows) % 4
+    errors = noise - means[fold_of_row, torch.arange(rows)]
+    head = GaussianHead(1, scores=errors.abs()[:, None])
+    corrected = head.for_mean_of_groups(group_outputs(means), fold_of_row)
+    half_widths = [h.scores.quantile(0.9).item() for h in (head, corrected)]
+
+    new_errors = torch.randn(rows, generator=generator)
+    new_errors -= 0.5 * torch.randn(4, rows, generator=generator).mean(0)
+    before, after = ((new_errors.abs() <= width).double().mean() for width in half_widths)
+    tolerance = 4 * math.sqrt(0.09 * 2 / rows)
+    assert before > 0.9 + tolerance
+    assert abs(after - 0.9) < tolerance
