@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import embens
-from embens import laws, networks
+from embens import networks
 from embens.networks import ACTIVATIONS, PARAMETRIZATIONS, Conv2d, Linear, cnn, mlp
 
 LAYERS = {
@@ -353,54 +352,3 @@ class TestCnn:
     def test_raises_for_invalid_arguments(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             networks.cnn(**arguments)
-
-
-def test_dropout_keeps_the_rate_and_the_mean():
-    layer = networks.Dropout(0.1)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        outputs = layer(torch.ones(100_001))
-
-    rate = 26 / 256
-    error = math.sqrt(rate * (1 - rate) / 100_001)
-    assert abs((outputs == 0).double().mean() - rate) < 4 * error
-    assert outputs.unique().tolist() == [0.0, pytest.approx(1 / (1 - rate))]
-
-
-def test_dropout_masks_are_independent_and_follow_the_seed():
-    layer = networks.Dropout(0.5)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first, second = layer(torch.ones(2, 40_000)) - 1
-        torch.manual_seed(0)
-        repeated = layer(torch.ones(2, 40_000)) - 1
-
-    assert abs((first * second).mean()) < 4 / math.sqrt(40_000)
-    assert torch.equal(repeated[0], first)
-
-
-def test_dropout_has_the_gradient_of_its_mask():
-    inputs = torch.ones(64, 5, dtype=torch.bfloat16, requires_grad=True)
-    outputs = networks.Dropout(0.3)(inputs)
-    outputs.sum().backward()
-
-    assert outputs.dtype is torch.bfloat16
-    assert torch.equal(inputs.grad, outputs)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.001, 1.0])
-def test_dropout_of_extreme_rates(rate):
-    expected = torch.ones(8, 8) * (rate < 1)
-
-    assert torch.equal(networks.Dropout(rate)(torch.ones(8, 8)), expected)
-    assert torch.equal(networks.Dropout(rate).eval()(torch.ones(8, 8)), torch.ones(8, 8))
-
-
-def test_members_draw_separate_dropout_masks_in_a_folded_network():
-    reference = nn.Sequential(nn.Linear(3, 8), networks.Dropout(0.5), nn.Linear(8, 8))
-    ensemble = embens.embed(reference, 2, pre=laws.Constant(1), post=laws.Constant(1)).train()
-    first, second = ensemble(torch.ones(40, 3))
-
-    assert "runs folded" in repr(ensemble)
-    assert not torch.equal(first, second)
-    assert torch.equal(*ensemble.eval()(torch.ones(40, 3)))

@@ -174,31 +174,6 @@ class Conv2d(Parametrized, nn.Conv2d):
         return self._conv_forward(input, weight, bias)
 
 
-class Dropout(nn.Dropout):
-    """Dropout with masks from random bytes, which takes about a fifth of the time on a CPU.
-
-    The rate is a multiple of 1/256, for example 26/256 instead of 0.1. Outputs are scaled for this
-    rate, so their expectation is the input.
-
-    Example:
-        >>> layer = Dropout(0.5)
-        >>> layer(torch.ones(2, 3)).unique().tolist() in ([0.0], [2.0], [0.0, 2.0])
-        True
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        threshold = round(256 * self.p)
-        if not self.training or threshold == 0:
-            return input
-        if threshold == 256:
-            return input * 0
-        words = torch.empty((input.numel() + 7) // 8, dtype=torch.int64, device=input.device)
-        words.random_(torch.iinfo(torch.int64).min, None)
-        random_bytes = words.view(torch.uint8)[: input.numel()].view(input.shape)
-        keep = (random_bytes >= threshold).view(torch.uint8)  # faster to convert than booleans
-        return input * keep.to(input.dtype).mul_(256 / (256 - threshold))
-
-
 class Abs(nn.Module):
     """Absolute value, elementwise ``(…) -> (…)``.
 

@@ -205,6 +205,11 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     return None
 
 
+def is_fast_dropout(module: nn.Module) -> bool:
+    """Return whether a module is a dropout layer of embens, which is treated as that of torch."""
+    return isinstance(module, nn.Dropout) and type(module).__module__.startswith("embens.")
+
+
 def is_layer(module: nn.Module) -> bool:
     """Return whether a module is a parameter layer or an attention.
 

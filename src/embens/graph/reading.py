@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
-from embens import networks
 from embens.graph.captures import explain_copying
 from embens.graph.composites import (
     pass_attention,
@@ -46,7 +45,7 @@ from embens.graph.operations import (
     operation_name,
 )
 from embens.graph.snapshots import unchanged_random_state
-from embens.sites import Layer, find_layers, is_layer
+from embens.sites import Layer, find_layers, is_fast_dropout, is_layer
 
 # Tracing
 
@@ -119,7 +118,7 @@ class Tracer(torch.fx.Tracer):
         return call, [self.root]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if is_layer(m) or module_qualified_name in self.opaque or type(m) is networks.Dropout:
+        if is_layer(m) or module_qualified_name in self.opaque or is_fast_dropout(m):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 

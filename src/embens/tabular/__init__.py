@@ -26,6 +26,7 @@ selection           columns of a wide table                       SelectFromMode
 groups              training and calibration with cross-fitting   cross_val_predict
 pipeline            the same with one split; search               HalvingGridSearchCV
 perceptron          inputs, network, ensemble                     MLPClassifier
+layers              layers that only some arguments use
 descent             training loop                                 MLPClassifier.fit
 =================== ============================================= =================================
 

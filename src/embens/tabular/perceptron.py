@@ -26,9 +26,9 @@ from torch import Tensor, nn
 import embens
 from embens import EmbeddedEnsemble
 from embens.laws import Bernoulli, Normal, Signs
-from embens.networks import Dropout
 from embens.tabular.columns import Preprocessing
 from embens.tabular.defaults import Arguments, Sizes
+from embens.tabular.layers import DetachedOutputs, Periodic
 from embens.tabular.targets import Head
 
 if TYPE_CHECKING:
@@ -219,65 +219,29 @@ def _pad(rows: list[Tensor]) -> Tensor:
     return padded
 
 
-class Periodic(nn.Module):
-    r"""Append :math:`\sin` and :math:`\cos` of :math:`2\pi c\, s` for each of the first inputs.
+class Dropout(nn.Dropout):
+    """Dropout with masks from random bytes, which takes about a fifth of the time on a CPU.
 
-    The frequencies :math:`c` are trained, shared by all members, and initialised as
-    :math:`N(0, \sigma^2)`.
+    The rate is a multiple of 1/256, for example 26/256 instead of 0.1. Outputs are scaled for this
+    rate, so their expectation is the input.
 
-    Args:
-        columns: How many of the inputs to expand.
-        frequencies: Frequencies for each of them.
-        std: Their initial standard deviation.
-        generator: Source of the initial frequencies.
-
-    Shape:
-        ``(row, input)`` becomes ``(row, input + 2 * columns * frequencies)``.
+    Example:
+        >>> layer = Dropout(0.5)
+        >>> layer(torch.ones(2, 3)).unique().tolist() in ([0.0], [2.0], [0.0, 2.0])
+        True
     """
 
-    def __init__(
-        self,
-        columns: int,
-        frequencies: int = 8,
-        std: float = 0.3,
-        generator: torch.Generator | None = None,
-    ):
-        super().__init__()
-        self.columns = columns
-        self.std = std
-        self.frequencies = nn.Parameter(torch.empty(columns, frequencies))
-        self.reset_parameters(generator)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Resample the frequencies."""
-        with torch.no_grad():
-            self.frequencies.normal_(0, self.std, generator=generator)
-
     def forward(self, input: Tensor) -> Tensor:
-        angle = 2 * math.pi * input[:, : self.columns].unsqueeze(-1) * self.frequencies
-        return torch.cat([input, angle.sin().flatten(1), angle.cos().flatten(1)], 1)
-
-
-class DetachedOutputs(nn.Module):
-    """Last layer whose second half of outputs does not train the hidden layers.
-
-    Args:
-        layer: A linear layer, whose weights are copied.
-    """
-
-    def __init__(self, layer: nn.Linear):
-        super().__init__()
-        half = layer.out_features // 2
-        # On the meta device no weights are drawn: these would change the global generator.
-        self.first = nn.Linear(layer.in_features, half, device="meta")
-        self.second = nn.Linear(layer.in_features, half, device="meta")
-        self.first.weight = nn.Parameter(layer.weight[:half].detach().clone())
-        self.first.bias = nn.Parameter(layer.bias[:half].detach().clone())
-        self.second.weight = nn.Parameter(layer.weight[half:].detach().clone())
-        self.second.bias = nn.Parameter(layer.bias[half:].detach().clone())
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.cat([self.first(input), self.second(input.detach())], -1)
+        threshold = round(256 * self.p)
+        if not self.training or threshold == 0:
+            return input
+        if threshold == 256:
+            return input * 0
+        words = torch.empty((input.numel() + 7) // 8, dtype=torch.int64, device=input.device)
+        words.random_(torch.iinfo(torch.int64).min, None)
+        random_bytes = words.view(torch.uint8)[: input.numel()].view(input.shape)
+        keep = (random_bytes >= threshold).view(torch.uint8)  # faster to convert than booleans
+        return input * keep.to(input.dtype).mul_(256 / (256 - threshold))
 
 
 def initialise_(module: nn.Module, generator: torch.Generator | None = None) -> None:
