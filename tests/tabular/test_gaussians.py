@@ -13,7 +13,6 @@ from tabular.problems import fitted, mixed_table, regressor
 from embens.mixtures import crps, negative_log_likelihood
 from embens.tabular import gaussians, load, neg_crps, neg_nll
 from embens.tabular.gaussians import GaussianHead
-from embens.tabular.perceptron import DetachedOutputs
 
 MEAN = torch.tensor([[-1.0, 0.3], [0.5, 0.2], [2.0, 7.0]], dtype=torch.float64)
 STD = torch.tensor([[0.5, 1.0], [1.0, 0.1], [0.3, 2.0]], dtype=torch.float64)
@@ -45,20 +44,6 @@ def test_losses_equal_their_definitions():
 def test_the_scales_are_quantiles_of_students_t():
     expected = np.sqrt(4 / stats.chi2.ppf([0.1, 0.3, 0.5, 0.7, 0.9], 4))
     np.testing.assert_allclose(gaussians.STUDENT_SCALES, expected, atol=1e-3)
-
-
-def test_a_detached_variance_does_not_train_the_hidden_layers():
-    torch.manual_seed(0)
-    trunk, last = torch.nn.Linear(3, 8), torch.nn.Linear(8, 2)
-    x, y = torch.randn(20, 3), torch.cat([torch.randn(20, 1), torch.ones(20, 1)], 1)
-    body = torch.nn.Sequential(trunk, torch.nn.Tanh(), DetachedOutputs(last))
-    torch.testing.assert_close(body(x), last(trunk(x).tanh()))
-    GaussianHead(1, loss="squared").criterion(body(x), y).mean().backward()
-    ours = trunk.weight.grad.clone()
-    trunk.weight.grad = None
-    (0.5 * (body(x)[:, 0] - y[:, 0]).square()).mean().backward()
-    torch.testing.assert_close(ours, trunk.weight.grad)
-    assert body[-1].second.weight.grad.abs().sum() > 0
 
 
 def test_quantiles_of_a_normal_give_a_mixture_with_its_moments():

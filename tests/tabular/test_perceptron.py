@@ -15,11 +15,11 @@ from embens import laws
 from embens.tabular.columns import learn_columns
 from embens.tabular.defaults import Arguments
 from embens.tabular.frames import from_array, from_frame
+from embens.tabular.layers import Periodic
 from embens.tabular.perceptron import (
     Dropout,
     EncodedBatches,
     Encoder,
-    Periodic,
     Rows,
     build_network,
     predict_rows,
@@ -135,16 +135,6 @@ def test_outputs_of_many_rows_are_those_of_each_row():
     few = predict_rows(model.ensemble_, encoder, rows)
 
     torch.testing.assert_close(many, few.repeat(1, 20, 1))
-
-
-def test_periodic_appends_sines_and_cosines():
-    layer = Periodic(2, frequencies=3)
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    outputs = layer(x)
-    assert outputs.shape == (5, 4 + 2 * 2 * 3)
-    angle = 2 * torch.pi * x[:, 1] * layer.frequencies[1, 2]
-    torch.testing.assert_close(outputs[:, 4 + 5], angle.sin())
-    torch.testing.assert_close(outputs[:, 4 + 6 + 5], angle.cos())
 
 
 def test_dropout_follows_every_hidden_layer():
