@@ -381,6 +381,22 @@ def test_an_operation_without_a_rule_is_named_with_its_line():
         theory.kernels(Code(), points())
 
 
+@pytest.mark.parametrize("activation", ["relu", "elu", "tanh"])
+def test_functions_of_concatenations_have_the_kernels_of_modules(activation):
+    module = {"relu": nn.ReLU(), "elu": nn.ELU(), "tanh": nn.Tanh()}[activation]
+    function = {"relu": torch.relu, "elu": F.elu, "tanh": torch.tanh}[activation]
+    parts = {"a": Linear(5, 4), "b": Linear(5, 4, weight_std=3.0), "c": Linear(8, 1)}
+
+    with_function = code(lambda s, x: s.c(function(torch.cat([s.a(x), s.b(x)], 1))), **parts)
+    with_module = code(
+        lambda s, x: s.c(s.activation(torch.cat([s.a(x), s.b(x)], 1))), **parts, activation=module
+    )
+
+    of_function = theory.kernels(with_function, points())
+    of_module = theory.kernels(with_module, points())
+    assert torch.equal(of_function.ntk_shared.same, of_module.ntk_shared.same)
+
+
 class OneBlock(nn.Module):
     """A block whose sum has an activation."""
 

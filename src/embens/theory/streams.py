@@ -68,6 +68,23 @@ class Stream:
         return self.map(lambda state: state.replace(depth=depth))
 
 
+def pass_parts(stream: Stream, function: Callable[[State], State], name: str) -> Stream:
+    """Pass the parts of a stream through a module that records variances, one after another.
+
+    Args:
+        stream: The stream.
+        function: The rule of the module.
+        name: Name of the result in messages.
+    """
+    parts = []
+    depth = stream.depth
+    for part in stream.parts:
+        state = function(part.state.replace(depth=depth))
+        depth = state.depth
+        parts.append(Part(state, part.width))
+    return Stream(tuple(parts), name).at(depth)
+
+
 def settle_parts(stream: Stream) -> Stream:
     """Apply the factors of all parts that wait for an activation."""
     return stream.map(settle)

@@ -38,6 +38,7 @@ from embens.theory.streams import (
     add_streams,
     concatenate,
     multiply_streams,
+    pass_parts,
     scale_kernels,
     split_stream,
 )
@@ -160,8 +161,9 @@ class Operations:
         if node.target is F.interpolate and not options.pop("antialias", False):
             options.pop("recompute_scale_factor", None)  # it changes no integer scale
         module = _MODULES[node.target](*args[1:], **options)
-        after = stream.map(lambda state: propagate(module, state.replace(path=node.name)))
-        return Stream(after.parts, node.name).at(after.depth)
+        return pass_parts(
+            stream, lambda state: propagate(module, state.replace(path=node.name)), node.name
+        )
 
     def _arithmetic(self, node: torch.fx.Node, args: list[Any]) -> Stream:
         """Apply the rule of a sum, a product or a quotient."""

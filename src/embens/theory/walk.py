@@ -29,7 +29,7 @@ from embens.theory.missing_rules import line_of, line_of_error, require_no_param
 from embens.theory.moments import MEASURE, Moments, State, describe
 from embens.theory.recursion import has_rule, propagate, unknown_limit
 from embens.theory.scores import Scores, Weights
-from embens.theory.streams import Part, Stream, average_parts
+from embens.theory.streams import Part, Stream, average_parts, pass_parts
 from embens.theory.tensor_rules import Operations
 
 ALL_PAIRS = 10**9
@@ -216,12 +216,9 @@ class Walk:
             return Stream((Part(after, self._width(node, after)),), path)
         if len(value.parts) > 1 and module.__class__.__name__.endswith("Norm"):
             raise TypeError(f"{describe(module, path)} of a concatenation has no rule. {MEASURE}")
-        parts = []
-        for part in value.parts:
-            after = propagate(module, part.state.replace(path=path, depth=depth))
-            depth = after.depth
-            parts.append(Part(after, part.width))
-        return Stream(tuple(parts), path).at(depth)
+        return pass_parts(
+            value.at(depth), lambda state: propagate(module, state.replace(path=path)), path
+        )
 
     def _width(self, node: torch.fx.Node, state: State) -> int:
         shape = self.shapes[node]
