@@ -127,7 +127,7 @@ def activate_sum(module: nn.Module, dual: Dual, state: State) -> State:
         pairs = _combinations(module, state, [factors_between(module, a) for a in addends])
         moments = [addend.crossed for addend in addends]
         between = _Sums(dual, addends, _kernels_between(state, moments), moments)
-        return between.compute(pairs, tracked=True, individual=False)[0]
+        return between.compute(pairs, tracked=True, between=True)[0]
 
     return after.replace(cross=cache(cross))
 
@@ -214,18 +214,18 @@ class _Sums:
         self.scales = sorted(frozenset().union(*(addend.scales for addend in addends)))
 
     def compute(
-        self, combinations: Sequence[Combination], *, tracked: bool, individual: bool = True
+        self, combinations: Sequence[Combination], *, tracked: bool, between: bool = False
     ) -> tuple[Moments, Tensor | None]:
         """Return the kernels after the activation, and the tangent kernel of individual parameters.
 
         Args:
             combinations: Combinations of factors.
             tracked: Compute tangent kernels.
-            individual: Compute that of individual parameters.
+            between: True for kernels between members, which have no individual parameters.
         """
         nngp: Tensor | None = None
         ntk: Tensor | None = None
-        own: Tensor | None = None
+        individual: Tensor | None = None
         for weight, factors in combinations:
             parts = [k.times(factor) for k, factor in zip(self.kernels, factors, strict=True)]
             total = _total(parts)
@@ -238,9 +238,9 @@ class _Sums:
                 continue
             slopes = _Slopes(self.dual, total, weight, weight * g)
             ntk = add_kernels(ntk, self._shared(slopes, parts, factors))
-            if individual:
-                own = add_kernels(own, self._individual(slopes, factors))
-        return Moments(nngp, ntk), own
+            if not between:
+                individual = add_kernels(individual, self._individual(slopes, factors))
+        return Moments(nngp, ntk), individual
 
     def _shared(
         self, slopes: _Slopes, parts: Sequence[Kernel], factors: Sequence[Factor]

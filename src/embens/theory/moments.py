@@ -163,7 +163,8 @@ class State:
         scales: Names of the trainable scales of units, such as weights of LayerNorm, whose tangents
             wait for the next activation.
         addends: Independent parts of which units are the sum, if factors of some of them wait for
-            the next activation. ``same``, ``cross`` and ``individual`` are kernels of the sum.
+            the next activation. ``same``, ``cross`` and ``individual`` are kernels of the sum. A
+            rule changes them by ``map``, or drops the addends.
         sources: Names of the layers that drew these units; disjoint streams are independent.
         path: Name of the module that comes next.
         facts: Facts of the whole pass.
