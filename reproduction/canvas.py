@@ -88,7 +88,9 @@ def _wrap(text: str, letters: int) -> str:
     # A negative number that is rounded to zero has no sign.
     text = re.sub(r"−(?=0\.?0*(?![\d.]))", "", text)
     # No line ends between a number and its unit or its relation.
-    text = re.sub(r" (?=[×%≥]|at ×|\(×)|(?<=[∝≥]) |(?<=\d at) (?=×)", "\u00a0", text)
+    text = re.sub(
+        r" (?=[×%≥]|at ×|\(×)|(?<=[∝≥]) |(?<=\d at) (?=×)|(?<=width) (?=[\d×])", "\u00a0", text
+    )
     text = textwrap.fill(text, letters)
     return re.sub(r"\^(−?\d+\.?\d*)", r"$^{\1}$", text)
 
