@@ -230,12 +230,17 @@ def test_weights_in_other_objects_are_refused_by_name(prepare):
     follow(grow_up(Net(HIDDEN[prepare], prepare), "last layer"), [x_of()])
 
 
+def by_a_computed_name(s, h):
+    return s.out(getattr(s, "ab"[1:])(h))
+
+
+@pytest.mark.parametrize("run", [plain, by_a_computed_name], ids=lambda run: run.__name__)
 @quiet
-def test_an_optimizer_in_an_attribute_that_the_forward_does_not_use_is_no_problem():
+def test_an_optimizer_in_an_attribute_that_the_forward_does_not_use_is_no_problem(run):
     def prepare(s):
         s.optimizer = torch.optim.SGD(s.parameters(), 0.1)
 
-    follow(grow_up(Net(plain, prepare), "batch ensemble"), [x_of()])
+    follow(grow_up(Net(run, prepare), "batch ensemble", sites=["b"]), [x_of()])
 
 
 def closed(s):

@@ -72,6 +72,16 @@ class OutsideState:
                 yield container, None, f"a {type(container).__name__}", marks
 
 
+class NamedGuard(Guard):
+    """A guard of values that the code names; attributes with computed names are not followed.
+
+    With ``getattr(self, f"layer{i}")`` the code may read any attribute, also an optimizer in it.
+    """
+
+    def _is_read(self, name: Any) -> bool:
+        return name in self.names
+
+
 def find_hidden(reference: nn.Module) -> list[str]:
     """Return the names of parameters and buffers that the code may read from an object or a set.
 
@@ -83,7 +93,7 @@ def find_hidden(reference: nn.Module) -> list[str]:
     """
     if not has_user_code(reference):
         return []
-    guard = Guard(reference, strict=False)
+    guard = NamedGuard(reference, strict=False)
     visible = set()
     for module in reference.modules():
         for key, value in vars(module).items():
