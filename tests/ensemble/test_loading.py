@@ -36,6 +36,15 @@ def test_values_without_shared_weights_need_the_same_reference(tmp_path):
         embens.load(tmp_path / "ensemble.safetensors", perceptron())
 
 
+def test_values_without_shared_weights_need_a_reference_with_values(tmp_path):
+    embens.batch_ensemble(mlp(), members=3).save(tmp_path / "e", shared=False)
+    with pytest.raises(Refused, match=r"'reference.*has no values to compare.*Load its values"):
+        embens.load(tmp_path / "e", mlp("meta"))
+    with pytest.raises(ValueError, match="has no values to compare"):
+        embens.batch_ensemble(mlp("meta"), 3).save(tmp_path / "f", shared=False)
+    assert not (tmp_path / "f").exists()
+
+
 def mlp(device="cpu"):
     with torch.device(device):
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))

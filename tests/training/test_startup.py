@@ -10,7 +10,7 @@ from training import problem
 
 import embens
 from embens import laws
-from embens.training import fit
+from embens.training import Checkpoint, KeepBest, fit
 from embens.training.startup import can_fuse
 
 
@@ -23,6 +23,31 @@ def test_an_optimizer_excludes_lr_and_gamma_and_needs_parameters_of_the_ensemble
             fit(ensemble, problem.data(), epochs=1, optimizer=optimizer, **options)
     with pytest.raises(ValueError, match="no parameter of this ensemble"):
         fit(other, problem.data(), epochs=1, optimizer=optimizer)
+
+
+def test_an_ensemble_without_values_is_refused():
+    with torch.device("meta"):
+        reference = problem.reference()
+    with pytest.raises(ValueError, match=r"'reference.0.weight' has no values to train"):
+        fit(embens.batch_ensemble(reference, 2), problem.data(), epochs=1)
+
+
+class Counting(nn.Sequential):
+    """A network with a state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"passes": 3}
+
+    def set_extra_state(self, state):
+        self.passes = state["passes"]
+
+
+def test_a_state_that_is_no_tensor_is_kept_but_not_in_checkpoints(tmp_path):
+    ensemble = embens.batch_ensemble(Counting(problem.reference()), 2)
+    fit(ensemble, problem.data(), problem.data(20), epochs=2, callbacks=[KeepBest()])
+    assert ensemble.reference.passes == 3
+    with pytest.raises(TypeError, match=r"'reference\._extra_state' is a dict, and a file holds"):
+        fit(ensemble, problem.data(), epochs=1, callbacks=[Checkpoint(tmp_path)])
 
 
 def test_updates_are_fused_only_where_the_kernel_is_correct():

@@ -83,8 +83,19 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
     Args:
         tensors: Tensors by name.
+
+    Raises:
+        ValueError: If a tensor is on the meta device.
     """
-    return {name: checksum("", {"": tensor.detach().cpu()}) for name, tensor in tensors.items()}
+    checksums = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name!r} has no values to compare: it is on the meta device. Load its values "
+                "first, or use a file with the shared parameters."
+            )
+        checksums[name] = checksum("", {"": tensor.detach().cpu()})
+    return checksums
 
 
 def save_pretrained(

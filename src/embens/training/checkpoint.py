@@ -267,6 +267,11 @@ def identify(run: Run) -> dict[str, Any]:
     sites = ensemble.spec.sites
     identity["sites"] = [[s.layer, s.kind, repr(s.law), s.trainable, s.fresh] for s in sites]
     for name, tensor in ensemble.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"checkpoint: {name!r} is a {type(tensor).__name__}, and a file holds tensors. "
+                "Keep it out of the state (no get_extra_state), or train without Checkpoint."
+            )
         identity[f"shape of {name}"] = [list(tensor.shape), str(tensor.dtype)]
     identity["batches or rows"] = run.train.count
     return identity

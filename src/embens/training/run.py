@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -400,13 +401,19 @@ class Run:
                     break
 
 
-def copy_weights(ensemble: EmbeddedEnsemble) -> dict[str, Tensor]:
-    """Return a copy of all tensors of an ensemble.
+def copy_weights(ensemble: EmbeddedEnsemble) -> dict[str, Any]:
+    """Return a copy of the state of an ensemble.
 
     Args:
         ensemble: The ensemble.
     """
-    return {name: tensor.detach().clone() for name, tensor in ensemble.state_dict().items()}
+    weights = {}
+    for name, value in ensemble.state_dict().items():
+        if isinstance(value, Tensor):
+            weights[name] = value.detach().clone()
+        else:
+            weights[name] = copy.deepcopy(value)  # of a module with get_extra_state
+    return weights
 
 
 def _listeners(callbacks: list[Callback], moment: str) -> list[Callback]:
