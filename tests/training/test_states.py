@@ -113,6 +113,7 @@ WEIGHT = "reference.0.weight"
         (("random", "python"), [3, [1, 2], None], "random.python must be the state"),
         (("random", "python"), [3, [-1] * 625, None], "random.python must be the state"),
         (("random", "numpy"), ["MT19937", [1], 0, 0, 0.0], "random.numpy must be the state"),
+        (("random", "numpy", 2), 0.5, "random.numpy must be the state of a generator"),
         (("random", "numpy"), None, "random.numpy must be the state of a generator, got None"),
         (("random", "cuda"), [torch.zeros(3)], "random.cuda must be the states of generators"),
         (("random", "os"), 1, "random has an unknown field 'os'"),

@@ -310,7 +310,11 @@ def _check_random(fields: Fields) -> None:
     if "numpy" not in fields.values or numpy is None:
         return
     try:
-        numpy.random.RandomState().set_state(tuple(fields.items("numpy")))
+        generator = numpy.random.RandomState()
+        generator.set_state(tuple(fields.items("numpy")))
+        name, words, *rest = generator.get_state()
+        if [name, words.tolist(), *rest] != fields.items("numpy"):
+            raise ValueError  # numpy has rounded a value
     except (TypeError, ValueError, IndexError, OverflowError):
         raise fields.fail("numpy", "the state of a generator") from None
 
