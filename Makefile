@@ -16,6 +16,13 @@ SPREAD  := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 # What needs the requirements alone, and a few libraries to compare with.
 CORE    := $(addprefix tests/,laws graph ensemble test_checks.py test_embed.py test_families.py \
 	test_metrics.py test_networks.py test_optim.py test_prediction.py test_sites.py test_trees.py)
+# Parts of the long suites; tests/test_structure.py checks that they have all of them.
+LONG_files := tests/files tests/test_malformed.py tests/training
+LONG_networks := tests/test_agreement.py tests/test_generated.py tests/test_references.py \
+	tests/test_unusual.py tests/finite tests/ensemble/test_saving.py tests/ensemble/test_subsets.py
+LONG_export := tests/ensemble/test_export.py tests/ensemble/test_module.py
+LONG_theory := tests/theory
+LONG_experiments := tests/reproduction
 PEERS   := pytest pytest-xdist jaxtyping beartype pandas scikit-learn torchmetrics
 
 .DEFAULT_GOAL := help
@@ -35,8 +42,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 test: venv browser  ## run the tests and doctests (ARGS="-k laws" to choose)
 	$(ONE) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
-test-long: venv  ## run the suites that take longer: random networks, kills, damaged files
-	$(ONE) $(BIN)/python -m pytest $(SPREAD) -m long $(ARGS)
+test-long: venv  ## run the suites that take longer, or a part: PART=files, networks, export, theory, experiments
+	$(ONE) $(BIN)/python -m pytest $(SPREAD) -m long $(if $(PART),$(LONG_$(PART)),) $(ARGS)
 
 # The report is tested in a real browser; root on Debian gets one, others see those tests skipped.
 browser:

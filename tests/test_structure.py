@@ -146,3 +146,20 @@ def test_oldest_tested_versions_are_the_lower_bounds():
             pins[name] = Version(version)
 
     assert lower_bounds == pins
+
+
+def test_every_long_suite_is_in_a_part_that_make_can_run_alone():
+    text = (SOURCE.parents[1] / "Makefile").read_text().replace("\\\n", " ")
+    parts = [
+        name for line in re.findall(r"^LONG_\w+ := (.*)$", text, re.M) for name in line.split()
+    ]
+    root = TESTS.parent
+    assert len(parts) >= 12
+    assert all((root / name).exists() for name in parts)
+    missing = []
+    for path in TESTS.rglob("test_*.py"):
+        is_long = re.search(r"mark\.long|\bsampled\(", path.read_text())
+        name = str(path.relative_to(root))
+        if is_long and path.name != "test_structure.py" and not name.startswith(tuple(parts)):
+            missing.append(name)
+    assert missing == []
