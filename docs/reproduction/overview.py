@@ -169,7 +169,7 @@ overconfident, and memory holds one network only; otherwise train one network lo
 - Four or eight members, low-rank members, four networks and a wider network are worse than one
   network at 4 ×, also after scaling. They are trained for 15 epochs at most.
 - Two members are about as good with split batches, in which each sample trains one member.
-- Eight last-layer members cost as much as one network and gain little (one seed).
+- Eight last-layer members cost as much as one network and gain little.
 """
 WORSE = (WIDE, FOUR_NETWORKS, LOW_RANK, *SIGNS[1:])
 """Systems that the conclusion calls worse than one network, by log loss after scaling."""
