@@ -84,6 +84,12 @@ memory alone. Small networks spend most of their time on calls, which members sh
 can be faster than the limit. `make bench` measures all rows, `make bench ARGS=--bars` those with a
 bar for releases, and `ARGS=--short` takes few rounds.
 """
+COMPILED = """`torch.compile` makes one program of the folded graph. It joins modulations,
+activations and their gradients, so that the values of a layer are read and written fewer times, and
+saves the calls between operations. The products of matrices stay the same. A compiled training step
+takes {fastest:.2f} to {slowest:.2f} of the time of the eager one.
+"""
+"""What compilation changes; the values are those of the rows that compare with the eager step."""
 
 
 def main() -> None:
@@ -103,9 +109,23 @@ def page() -> str:
     for title, names in SECTIONS.items():
         tables = [table(rows[name]) for name in names if name in rows]
         if tables:
-            parts += [f"## {title}\n", *tables]
+            parts.append(f"## {title}\n")
+            if title == "torch.compile":
+                parts.append(compiled(rows))
+            parts += tables
     parts.append(machines(rows))
     return "\n".join(parts)
+
+
+def compiled(rows: dict[str, dict[str, Any]]) -> str:
+    """Return what `torch.compile` gains over the eager step; "" without results."""
+    ratios = []
+    for name in SECTIONS["torch.compile"]:
+        if name.endswith("-eager") and name in rows:
+            ratios.append(rows[name]["results"][0]["ratio"])
+    if not ratios:
+        return ""
+    return COMPILED.format(fastest=min(ratios), slowest=max(ratios))
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> str:
