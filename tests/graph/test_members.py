@@ -198,3 +198,29 @@ def test_a_training_step_reuses_the_memory_of_the_one_before():
     without = page_faults("embens.graph.members.keep_freed_memory = lambda: None")
 
     assert page_faults() < without / 4
+
+
+def folded_of(ensemble: embens.EmbeddedEnsemble, x: torch.Tensor) -> members.Folded:
+    folded, _ = ensemble.foldings.find((x,), {})
+    assert folded is not None
+    return folded
+
+
+def test_members_of_a_last_layer_run_together_whatever_the_size_of_the_images():
+    trunk = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    ensemble = embens.last_layer_dropout(nn.Sequential(*trunk, nn.Linear(4, 2)), members=8)
+    for size in (8, 64):
+        x = torch.randn(64, 3, size, size)
+        assert folded_of(ensemble, x).default_chunk([x], members=8) == 8
+
+
+def test_chunks_count_the_tokens_of_sequences():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    ensemble = embens.batch_ensemble(nn.Sequential(nn.Linear(4, 8), encoder), members=8)
+    chunks = []
+    for tokens in (1, 10_000):
+        x = torch.zeros(5, tokens, 4)
+        chunks.append(folded_of(ensemble, x).default_chunk([x], members=8))
+
+    assert chunks == [8, 1]

@@ -53,6 +53,7 @@ def write_attention(
     if not is_member:
         rewriter.emit(node, Value(Domain.SHARED, 3, "tuple"))
         return
+    rewriter.has_positions = True
     arguments = []
     for key in ("query", "key", "value", "key_padding_mask", "attn_mask"):
         source = call[key]

@@ -277,6 +277,7 @@ class Rewriter:
         self.repeated: dict[torch.fx.Node, torch.fx.Node] = {}
         # For the default chunk, see Folded.
         self.has_convolutions = False
+        self.has_positions = False
         self.width = 1
 
     def rewrite(self, graph: torch.fx.Graph, reference: nn.Module) -> Folded:
@@ -305,6 +306,7 @@ class Rewriter:
             [_locate(reference, name) for name in self.tensors],
             list(self.values),
             self.has_convolutions,
+            self.has_positions,
             self.width,
         )
 
@@ -484,6 +486,8 @@ class Rewriter:
         is_shared = result.domain is Domain.SHARED
         if not is_shared or pre or post or is_separate:
             self.width = max(self.width, layer.inputs or 1, layer.outputs or 1)
+            if result.rank is not None and result.rank > 2:
+                self.has_positions = True
             runs_per_member = post is not None or is_separate or not is_shared
             if isinstance(module, _ConvNd) and runs_per_member:
                 self.has_convolutions = True

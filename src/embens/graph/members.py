@@ -50,6 +50,7 @@ class Folded:
             take.
         values: Names of the members' values that the suffix takes.
         has_convolutions: Whether a convolution runs for each member.
+        has_positions: Whether members have values with axes between the rows and the channels.
         width: Largest number of channels of the layers that run for each member.
     """
 
@@ -59,6 +60,7 @@ class Folded:
     tensors: list[tuple[nn.Module, str]]
     values: list[str]
     has_convolutions: bool
+    has_positions: bool
     width: int
 
     def default_chunk(self, arguments: list[Tensor], members: int) -> int:
@@ -75,7 +77,9 @@ class Folded:
         if self.has_convolutions and device == "cpu":
             return 1  # large batches of images leave the cache
         positions = x.numel()
-        if x.is_floating_point() and x.dim() > 1:  # indices and vectors have no channels
+        if not self.has_positions and x.dim() > 0:
+            positions = len(x)  # such as the features of images, before a last layer
+        elif x.is_floating_point() and x.dim() > 1:  # indices and vectors have no channels
             channels = x.shape[1] if self.has_convolutions else x.shape[-1]
             positions //= max(1, channels)
         activation_bytes = positions * self.width * 4
