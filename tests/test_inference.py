@@ -30,6 +30,19 @@ def x() -> torch.Tensor:
     return torch.randn(23, 4, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.parametrize("name", ["predict", "evaluate", "to_onnx"])
+def test_an_ensemble_without_values_is_refused(name, x, tmp_path):
+    with torch.device("meta"):
+        ensemble = embens.batch_ensemble(reference(), 2)
+    calls = {
+        "predict": lambda: predict(ensemble, x),
+        "evaluate": lambda: embens.evaluate(ensemble, (x, torch.zeros(23).long())),
+        "to_onnx": lambda: ensemble.to_onnx(tmp_path / "file", x),
+    }
+    with pytest.raises(ValueError, match=rf"{name} needs values, but 'reference\.0\.weight' is on"):
+        calls[name]()
+
+
 FAMILIES = {
     "batch ensemble": lambda net: embens.batch_ensemble(net, 5),
     "masks": lambda net: embens.mc_dropout(net, 5, fresh=False),

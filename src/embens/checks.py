@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 T = TypeVar("T")
@@ -32,6 +32,21 @@ _LIBRARIES = (
     f"{Path(torch.__file__).parent}{os.sep}",
 )
 """Folders whose files are not the user's code."""
+
+
+def check_values(name: str, module: nn.Module) -> None:
+    """Raise ValueError if a parameter is on the meta device.
+
+    Args:
+        name: Name of the function, for the error message.
+        module: The module.
+    """
+    for parameter_name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} needs values, but {parameter_name!r} is on the meta device. Load its "
+                "values first, for example with embens.load."
+            )
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> int:

@@ -135,13 +135,18 @@ def floating_dtype(ensemble: EmbeddedEnsemble) -> torch.dtype:
 
 
 def check_ensemble(name: str, ensemble: Any) -> None:
-    """Raise TypeError unless an argument is an ensemble.
+    """Raise unless an argument is an ensemble with values.
 
     Args:
         name: Of the function, for the error message.
         ensemble: Its first argument.
+
+    Raises:
+        TypeError: If it is not an ensemble.
+        ValueError: If a parameter is on the meta device.
     """
     if isinstance(ensemble, EmbeddedEnsemble):
+        checks.check_values(name, ensemble)
         return
     kind = type(ensemble).__name__
     hint = "Embed it first: embens.embed(network, members=…), or embens.independent(network, 1)"

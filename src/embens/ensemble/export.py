@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from embens.checks import check_values
 from embens.files import check_output, write_atomically
 from embens.modes import evaluating
 from embens.spec import EnsembleSpec
@@ -66,6 +67,7 @@ def to_onnx(
         if importlib.util.find_spec(library) is None:
             raise ModuleNotFoundError(f"to_onnx needs {library}: pip install 'embens[onnx]'")
     check_output(path)
+    check_values("to_onnx", network)
     ensembles: list[Any] = [part for part in network.modules() if _is_ensemble(part)]
     for ensemble in ensembles:
         if any(site.fresh for site in ensemble.spec.sites):

@@ -34,12 +34,6 @@ def check_trainable(ensemble: Any) -> None:
     check_ensemble("fit", ensemble)
     if not any(parameter.requires_grad for parameter in ensemble.parameters()):
         raise ValueError("the ensemble has no parameter that requires a gradient")
-    for name, parameter in ensemble.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"{name!r} has no values to train: it is on the meta device. Load its values "
-                "first, with embens.load or ensemble.to_empty."
-            )
 
 
 def check_functions(criterion: Any, scheduler: Any) -> None:
