@@ -109,6 +109,11 @@ def test_each_plain_field_refuses_values_of_another_type(path):
             {"law": "TypedSteps", "spread": "x"},
             "law.spread must be a value of",
         ),
+        (
+            ("sites", 0, "law"),
+            {"law": "Constant", "value": 1e300},
+            "value must be a number of at m",
+        ),
         (("sites", 0, "law"), {}, "law.law must be a text"),
         (("low_rank", 0, "kind"), "other", "must be one of 'multiplicative', 'additive'"),
         (("low_rank", 0, "rank"), 0, "rank must be an integer of at least 1"),

@@ -119,6 +119,7 @@ WEIGHT = "reference.0.weight"
         (("random", "os"), 1, "random has an unknown field 'os'"),
         (("generators",), [1, 2, 3], "generators must be a list of"),
         (("callbacks",), [], "callbacks must be with a state of WeightAveraging"),
+        (("random", "python", 0), 2, "random.python must be the state of a generator"),
         (("random", "python", 2), "x", "random.python must be the state of a generator"),
         (("random", "python", 1, 3), 2**40, "random.python must be the state of a generator"),
         (("callbacks",), [["WeightAveraging"]], r"callbacks\[0\] must be a pair"),

@@ -13,6 +13,7 @@ from embens.spec import EnsembleSpec, LowRankSite, PerMember
 
 MAX_MEMBERS = 2**20
 """Members that a file may ask for: fresh masks have no tensors that would prove their number."""
+LARGEST_PARAMETER = 1e30  # samples of larger values would overflow in float32
 PLAIN_TYPES = {"bool": bool, "int": int, "float": float, "str": str}
 """Types of the parameters of laws that are checked, by name."""
 
@@ -111,7 +112,9 @@ def _check_parameters(law: Fields, law_class: type[Law]) -> None:
             if is_ours:
                 raise Refused(f"{law.place} has no field {field.name!r}. {FIX}")
         elif type_name in PLAIN_TYPES:
-            law.typed(field.name, PLAIN_TYPES[type_name])
+            value = law.typed(field.name, PLAIN_TYPES[type_name])
+            if isinstance(value, float) and abs(value) > LARGEST_PARAMETER:
+                raise law.fail(field.name, f"a number of at most {LARGEST_PARAMETER:g}")
 
 
 def _read_low_rank(site: Fields) -> LowRankSite:

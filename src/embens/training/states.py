@@ -296,9 +296,11 @@ def _check_random(fields: Fields) -> None:
         raise fields.fail("torch", "the state of a generator") from None
     try:
         version, words, gauss = fields.items("python")
-        random.Random().setstate((version, tuple(words), gauss))
+        generator = random.Random()
+        generator.setstate((version, tuple(words), gauss))
         # Python drops the upper bits of words, and keeps any object as the next normal value.
-        if not all(0 <= word < 2**32 for word in words[:-1]) or not _is_number(gauss or 0.0):
+        is_changed = generator.getstate() != (version, tuple(words), gauss)
+        if is_changed or not _is_number(gauss or 0.0):
             raise ValueError
     except (TypeError, ValueError, IndexError, OverflowError):
         raise fields.fail("python", "the state of a generator") from None
