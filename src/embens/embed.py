@@ -99,9 +99,11 @@ def embed(
         raise unknown_argument(embed, unknown, synonyms.EMBED)
     source = Source(reference, members, example_input)
     if norm_affine not in ("shared", "member"):
-        check_choice("norm_affine", norm_affine, ("shared", "member"))
+        raise ValueError(f"norm_affine must be 'shared' or 'member', got {norm_affine!r}.")
     if not callable(own_weights) and own_weights not in ("drawn", "copied"):
-        check_choice("own_weights", own_weights, ("drawn", "copied"))
+        raise ValueError(
+            f"own_weights must be 'drawn', 'copied' or a function, got {own_weights!r}."
+        )
     separate_layers: tuple[str, ...] = ()
     if own != ():
         separate_layers = source.choose_separate_layers(own)
@@ -182,13 +184,20 @@ class Source:
         reference: The user's module.
         members: Number of members.
         example_input: See :func:`embed`.
+
+    Attributes:
+        layers: Parameter layers by name.
+        modules: All modules by name.
+        flow: How data flow from layer to layer.
+        used: Names of the layers that the forward calls.
     """
 
     def __init__(self, reference: nn.Module, members: int, example_input: Any = None):
         check_module(reference)
         self.reference = reference
-        is_valid = type(members) is int and members > 0
-        self.members = members if is_valid else check_members(members)
+        if type(members) is not int or members < 1:
+            members = check_members(members)  # raises, or converts an integer of numpy
+        self.members = members
         self.layers = find_layers(reference)
         if not self.layers:
             raise ValueError(
@@ -197,13 +206,13 @@ class Source:
             )
         self.modules = dict(reference.named_modules())
         self.is_watched = example_input is not None
-        if not self.is_watched:
+        if self.is_watched:
+            self.flow = watch_flow(reference, example_input)
+        else:
             self.flow = read_flow(reference)
             unseen = [name for name in self.layers if name not in self.flow.upstream]
             if unseen and not shows_all_layers(reference):
                 self.flow.guesses.append(f"that {unseen[0]!r} is never called")
-        else:
-            self.flow = watch_flow(reference, example_input)
         self.used = [name for name in self.layers if name in self.flow.upstream]
 
     # Modulated sites
@@ -219,16 +228,8 @@ class Source:
     ) -> tuple[Site, ...]:
         """Return the modulated sites in the order of the layers.
 
-        Args:
-            pre: See :func:`embed`.
-            post: See :func:`embed`.
-            sites: See :func:`embed`.
-            trainable: See :func:`embed`.
-            fresh: See :func:`embed`.
-            separate_layers: Modules of which every member has a separate copy.
-
-        Returns:
-            The sites.
+        Modules of ``separate_layers`` are left out; the other arguments are those of
+        :func:`embed`.
         """
         selected, hidden = self.select(sites)
         if separate_layers and is_selection(sites, pre, post):

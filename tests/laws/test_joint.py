@@ -1,5 +1,6 @@
 """Joint laws: moments of their samples, shapes, masks and bounds."""
 
+import itertools
 import json
 import math
 import pickle
@@ -14,6 +15,22 @@ from embens.laws import Correlated, Disjoint, Masks
 JOINT = [Masks(), Masks(0.2), Masks(1.0), Disjoint(), Correlated(0.6), Correlated(-1 / 3)]
 
 
+MEMBERS = 4
+DRAWS = 200
+SIGNS = list(itertools.product((1, -1), repeat=2))
+
+
+def draw_often(joint: laws.Joint) -> torch.Tensor:
+    """Return many draws of 512 units, ``(draw, member, unit)``."""
+    draws = [joint.sample((MEMBERS, 512), generator(i), torch.float64) for i in range(DRAWS)]
+    return torch.stack(draws)
+
+
+def standard_errors(values: torch.Tensor) -> float:
+    """Return five standard errors of the mean."""
+    return 5 * values.std().item() / math.sqrt(len(values))
+
+
 @pytest.fixture(params=JOINT, ids=repr)
 def joint(request):
     return request.param
@@ -24,36 +41,42 @@ class TestJointLaws:
         assert laws.from_dict(json.loads(json.dumps(joint.to_dict()))) == joint
         assert pickle.loads(pickle.dumps(joint)) == joint
 
-    def test_have_the_moments_of_their_samples(self, joint):
-        samples = torch.stack(
-            [joint.sample((4, 512), generator(i), torch.float64) for i in range(200)]
-        )
+    def test_have_the_second_moment_of_their_samples(self, joint):
+        samples = draw_often(joint)
+        squares = samples.square().mean(2)
+
         assert_agrees(samples.square().mean((1, 2)), joint.second_moment)
-        alone = joint.marginal(4)
-        fourth = samples.pow(4).mean((1, 2))
-        error = 5 * fourth.std().item() / math.sqrt(len(fourth))
-        assert fourth.mean().item() == pytest.approx(alone.kurtosis, abs=error + 1e-2)
+        assert bool((squares - 1).abs().max() < 1e-9) == joint.balanced
+
+    def test_have_marginals_with_the_moments_of_their_samples(self, joint):
+        samples = draw_often(joint)
+        marginal = joint.marginal(MEMBERS)
+
+        fourth_moments = samples.pow(4).mean((1, 2))
+        assert samples.mean().item() == pytest.approx(marginal.mean, abs=6e-3)
+        assert marginal.second_moment == pytest.approx(1)
+        error = standard_errors(fourth_moments)
+        assert fourth_moments.mean().item() == pytest.approx(marginal.kurtosis, abs=error + 1e-2)
+
+    def test_have_the_pair_moment_of_their_samples_in_every_pair(self, joint):
+        samples = draw_often(joint)
+
+        for a, b in itertools.combinations(range(MEMBERS), 2):
+            products = (samples[:, a] * samples[:, b]).mean(1)
+            error = standard_errors(products)
+            expected = joint.pair_moment(MEMBERS)
+            assert products.mean().item() == pytest.approx(expected, abs=error + 2e-3)
+
+    def test_have_no_kurtosis_without_a_number_of_members(self, joint):
         with pytest.raises(TypeError, match=r"The kurtosis of .*marginal\(M\)"):
             _ = joint.kurtosis
-        squares = samples.square().mean(2)
-        assert bool((squares - 1).abs().max() < 1e-9) == joint.balanced
-        assert samples.mean().item() == pytest.approx(alone.mean, abs=6e-3)
-        assert alone.second_moment == pytest.approx(1)
-        for a in range(4):
-            for b in range(a):
-                pair = (samples[:, a] * samples[:, b]).mean(1)
-                error = 5 * pair.std().item() / math.sqrt(len(pair))
-                assert pair.mean().item() == pytest.approx(joint.pair_moment(4), abs=error + 2e-3)
 
     def test_have_pair_moments_made_of_half_lines(self, joint):
-        signs = [(a, b) for a in (1, -1) for b in (1, -1)]
-        parts = {pair: joint.pair_half_moment(*pair) for pair in signs}
-        total = math.fsum(a * b * parts[a, b] for a, b in signs)
-        assert total == pytest.approx(joint.pair_moment(4), abs=1e-15)
-        u, v = joint.sample((2, 200_000), generator(), torch.float64)
-        if isinstance(joint, Correlated):
-            for (a, b), part in parts.items():
-                assert_agrees((a * u).clamp(min=0) * (b * v).clamp(min=0), part)
+        total = 0.0
+        for a, b in SIGNS:
+            total += a * b * joint.pair_half_moment(a, b)
+
+        assert total == pytest.approx(joint.pair_moment(MEMBERS), abs=1e-15)
 
     @pytest.mark.parametrize("shape", [(), 4, (4, 7), (4, 3, 5), (4, 0)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -124,6 +147,15 @@ class TestDisjoint:
 
 
 class TestCorrelated:
+    @pytest.mark.parametrize("rho", [0.6, -1 / 3])
+    @pytest.mark.parametrize(("a", "b"), SIGNS)
+    def test_has_the_pair_half_moments_of_its_samples(self, rho, a, b):
+        law = Correlated(rho)
+        u, v = law.sample((2, 200_000), generator(), torch.float64)
+
+        products = (a * u).clamp(min=0) * (b * v).clamp(min=0)
+        assert_agrees(products, law.pair_half_moment(a, b))
+
     @pytest.mark.parametrize("rho", [1.0, 0.3, 0.0, -0.1, -1 / 7])
     def test_has_this_covariance(self, rho):
         samples = Correlated(rho).sample((8, 100_000), generator(), torch.float64)

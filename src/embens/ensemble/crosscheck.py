@@ -61,7 +61,7 @@ def check_folding(
     with _LOCK:
         if folding.is_checked:  # another thread has compared it
             return
-        per_member, _, precision = folding.modes
+        per_member, precision = folding.modes.per_member, folding.modes.autocast
         if per_member:
             # The inputs of the first member stand for those of any other.
             inputs = tree_map_only(Tensor, lambda x: x[0], inputs)

@@ -10,7 +10,7 @@ can be traced into row-wise operations, otherwise merged (:mod:`embens.ensemble.
 import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from embens.ensemble import accumulation, collapsing, export, extraction, saving
 from embens.ensemble.binding import bind_inputs, check_rows, separate_arguments
 from embens.ensemble.guarded_module import GuardedModule
 from embens.ensemble.merged import MergedExecutor
-from embens.ensemble.outside import find_hidden, refuse_hidden
+from embens.ensemble.outside import refuse_hidden_tensors
 from embens.ensemble.separation import match_buffers
 from embens.graph.domains import Unfoldable
 from embens.graph.folding import ModuleState, fold
@@ -138,7 +138,7 @@ class EmbeddedEnsemble(GuardedModule):
             self.individual.add(name, tensor)
         if spec.per_member:
             if has_user_code(reference):
-                _refuse_hidden_tensors(reference, spec)
+                refuse_hidden_tensors(reference, spec.per_member)
             release_tensors(reference, spec.per_member)
         if spec.frozen:
             for parameter in reference.parameters():
@@ -208,10 +208,18 @@ class EmbeddedEnsemble(GuardedModule):
         """
         yield from self.reference.parameters()
 
-    # Running and training
+    # Methods that are defined in files of their own; each takes the ensemble as its first argument.
 
     parameter_groups = optim.parameter_groups
     backward = accumulation.backward
+    member = extraction.member
+    subset = subsets.subset
+    collapse = collapsing.collapse
+    to_onnx = export.to_onnx
+    save = saving.save
+    save_pretrained = saving.save_pretrained
+
+    # Running and training
 
     def forward(
         self,
@@ -297,15 +305,6 @@ class EmbeddedEnsemble(GuardedModule):
             A scalar.
         """
         return optim.objective(outputs, target, criterion, batch=batch, of=of, members=self.members)
-
-    # Members and files
-
-    member = extraction.member
-    subset = subsets.subset
-    collapse = collapsing.collapse
-    to_onnx = export.to_onnx
-    save = saving.save
-    save_pretrained = saving.save_pretrained
 
     # Execution
 
@@ -481,6 +480,20 @@ class EmbeddedEnsemble(GuardedModule):
         return describe_ensemble(self)
 
 
+class Modes(NamedTuple):
+    """Facts about a call on which its folded form depends.
+
+    Attributes:
+        per_member: Whether positional tensors have the members as their first axis.
+        has_gradients: Whether gradients are recorded.
+        autocast: The type that autocast uses on the CPU; None if it is off.
+    """
+
+    per_member: bool
+    has_gradients: bool
+    autocast: torch.dtype | None
+
+
 class Foldings:
     """The folded forms of an ensemble, one for each kind of call.
 
@@ -539,7 +552,7 @@ class Foldings:
         if torch.compiler.is_compiling():
             index = self._index(ranks, constants, modes)
             return self.kept[index].folded, arguments
-        folding = self._find_or_make(ranks, constants, modes)
+        folding = self._find_or_make(ranks, constants, Modes(*modes))
         if not folding.is_checked:
             from embens.ensemble.crosscheck import check_folding
 
@@ -552,24 +565,28 @@ class Foldings:
         Args:
             ranks: Number of axes of each tensor argument.
         """
-        modes = (False, True, None)
+        modes = Modes(per_member=False, has_gradients=True, autocast=None)
         if self._preview is None or not self._preview.fits(ranks, {}, modes, set()):
             self._preview = Folding(self.ensemble, ranks, {}, modes)
         return self._preview
 
     @constant_when_compiled
     def _index(
-        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
+        self,
+        ranks: dict[str, int],
+        constants: dict[str, Any],
+        modes: tuple[bool, bool, torch.dtype | None],
     ) -> int:
         """Return the index of a folding in ``kept``.
 
-        torch.compile cannot follow torch.fx, so it takes the result as a constant.
+        torch.compile cannot follow torch.fx, so it takes the result as a constant. It passes plain
+        tuples only.
         """
-        folding = self._find_or_make(ranks, constants, modes)
+        folding = self._find_or_make(ranks, constants, Modes(*modes))
         return self.kept.index(folding)
 
     def _find_or_make(
-        self, ranks: dict[str, int], constants: dict[str, Any], modes: tuple[Any, ...]
+        self, ranks: dict[str, int], constants: dict[str, Any], modes: Modes
     ) -> "Folding":
         """Return the folding for one kind of call, which is made on the first such call."""
         changed = self.ensemble.changed_attributes()
@@ -615,8 +632,7 @@ class Folding:
         ensemble: The ensemble.
         ranks: Number of axes of each tensor argument, by name.
         constants: Other arguments of the call by name.
-        modes: Whether inputs have the members as their first axis, whether gradients are recorded,
-            and the type of autocast.
+        modes: Further facts about the call.
         changed: Attributes in which members differ from the reference.
 
     Attributes:
@@ -631,7 +647,7 @@ class Folding:
         ensemble: EmbeddedEnsemble,
         ranks: dict[str, int],
         constants: dict[str, Any],
-        modes: tuple[Any, ...],
+        modes: Modes,
         changed: Collection[str] = (),
     ):
         self.ranks = ranks
@@ -652,7 +668,7 @@ class Folding:
                 ensemble.spec,
                 ranks,
                 {**_default_arguments(ensemble.reference), **constants},
-                per_member_inputs=modes[0],
+                per_member_inputs=modes.per_member,
             )
             if has_user_code(ensemble.reference):
                 self.guard = Guard(ensemble.reference)
@@ -666,7 +682,7 @@ class Folding:
         self,
         ranks: dict[str, int],
         constants: dict[str, Any],
-        modes: tuple,
+        modes: Modes,
         changed: Collection[str] = (),
     ) -> bool:
         """Return whether the folding is valid for a call.
@@ -674,7 +690,7 @@ class Folding:
         Args:
             ranks: Number of axes of each tensor argument.
             constants: Other arguments.
-            modes: Kind of the call.
+            modes: Further facts about the call.
             changed: Attributes in which members differ from the reference.
         """
         if ranks != self.ranks or modes != self.modes or constants != self.constants:
@@ -687,16 +703,6 @@ class Folding:
         if self.state.change():
             return False
         return self.guard is None or self.guard.holds()
-
-
-def _refuse_hidden_tensors(reference: nn.Module, spec: EnsembleSpec) -> None:
-    """Raise ValueError if the code may read a per-member tensor from an object."""
-    separate_names = set()
-    for item in spec.per_member:
-        separate_names |= {f"{item.module}.{name}".lstrip(".") for name in item.tensors}
-    for name in find_hidden(reference):
-        if name in separate_names:
-            refuse_hidden(name)
 
 
 def _ignore_added_counters(ensemble: EmbeddedEnsemble, keys: Any) -> None:

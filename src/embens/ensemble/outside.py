@@ -6,7 +6,7 @@ A parameter that the code reads from an object, instead of its layer, is not tha
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from embens.checks import warn
 from embens.graph.guards import Guard
 from embens.graph.reading import has_user_code
 from embens.graph.snapshots import MOST_OBJECTS, PLAIN, STANDARD_ATTRIBUTES, Same, SameTensor
+from embens.spec import PerMember
 
 
 class OutsideState:
@@ -105,6 +106,21 @@ def find_hidden(reference: nn.Module) -> list[str]:
             if id(tensor) in guard.visited and id(tensor) not in visible:
                 names.append(name)
     return names
+
+
+def refuse_hidden_tensors(reference: nn.Module, items: Iterable[PerMember]) -> None:
+    """Raise ValueError if the code may read a per-member tensor from an object.
+
+    Args:
+        reference: The network.
+        items: Modules and their per-member tensors.
+    """
+    names = set()
+    for item in items:
+        names |= {f"{item.module}.{name}".lstrip(".") for name in item.tensors}
+    for name in find_hidden(reference):
+        if name in names:
+            refuse_hidden(name)
 
 
 def refuse_hidden(name: str) -> None:
