@@ -315,7 +315,8 @@ def resumed(folder, callbacks=lambda: [WeightAveraging(1.0)], net=problem.refere
                 raise Refused(str(warning.message))
         if loaded is not None:
             saved = read_tree(path, checkpoint.FORMAT)["state"]
-            saved["epochs"] = loaded["epochs"]  # a run may be extended
+            # A run may be extended, and may have been saved without numpy.
+            saved.update({name: loaded[name] for name in ("epochs", "stopped", "random")})
             assert are_equal(loaded, saved), "read as something else"
 
     return path, lambda generator: forge_tensors(path, checkpoint.FORMAT, generator), use
