@@ -1,7 +1,6 @@
 import functools
 import inspect
 import math
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -203,7 +202,6 @@ def warn_inside_of_torch():
     module()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="needs skip_file_prefixes")
 @pytest.mark.parametrize(
     "call",
     [

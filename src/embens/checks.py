@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -255,8 +256,6 @@ def suggest(hints: Mapping[str, str] | None = None) -> Callable[[T], T]:
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points at the line of the user's code.
 
-    Before Python 3.12 it points at the line of this library that warns.
-
     Args:
         message: The problem and its fix.
         category: Class of the warning.
@@ -271,7 +270,16 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     if sys.version_info >= (3, 12):
         warnings.warn(message, category, skip_file_prefixes=_LIBRARIES)
     else:
-        warnings.warn(message, category, stacklevel=2)
+        warnings.warn(message, category, stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """Return the ``stacklevel`` of the user's code in the caller, for Python 3.11."""
+    calls = traceback.extract_stack()[:-1]  # without this function
+    for level, call in enumerate(reversed(calls), start=1):
+        if not call.filename.startswith(_LIBRARIES):
+            return level
+    return 1
 
 
 def check_rows(name: str, values: Any, expected: str) -> int:
