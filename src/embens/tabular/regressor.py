@@ -252,9 +252,10 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
 
         An interval contains a new target with probability at least ``coverage``, on average over
         rows that are exchangeable with the fitted ones, for any model. With several folds this
-        holds approximately: the interval of each group has this coverage on the rows that the
-        group has not seen, and the ends are means over the groups. The ends respect the fitted
-        values of the target as those of :meth:`predict_quantiles` do.
+        holds approximately: the scores are those of each group on the rows that it has not seen,
+        corrected for the smaller error of the mean of the groups, and the ends are means over the
+        groups. The ends respect the fitted values of the target as those of
+        :meth:`predict_quantiles` do.
 
         Args:
             X: The rows.
