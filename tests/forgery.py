@@ -300,7 +300,7 @@ def resumed(folder, callbacks=lambda: [WeightAveraging(1.0)], net=problem.refere
     (path,) = folder.glob("step-*.safetensors")
 
     def use():
-        loaded = None
+        loaded, content = None, path.read_bytes()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -308,8 +308,9 @@ def resumed(folder, callbacks=lambda: [WeightAveraging(1.0)], net=problem.refere
             except Divergence:
                 pass  # weights or rates that are too large
             finally:
-                for file in set(folder.iterdir()) - {path}:
+                for file in folder.iterdir():
                     file.unlink()
+                path.write_bytes(content)  # a longer run has removed it
         for warning in caught:
             if "checkpoint refused" in str(warning.message):
                 raise Refused(str(warning.message))
