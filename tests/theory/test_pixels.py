@@ -90,3 +90,18 @@ def test_any_average_pooling_is_torchs(module):
     both = module(both.movedim(2, 3).reshape(-1, 1, 5, 5)).reshape(2, 2, pooled, pooled)
 
     torch.testing.assert_close(k.nngp.same, both.diagonal(dim1=2, dim2=3).mean(-1))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_an_interpolation_maps_the_pixels_of_both_inputs(mode):
+    """A linear network of patches: its kernel is the product of interpolated patches."""
+    upsample = nn.Upsample(scale_factor=2, mode=mode)
+    x = images(3, size=4)
+    conv = Conv2d(2, 5, 3, padding=1)
+    net = nn.Sequential(conv, upsample, nn.AvgPool2d(4), nn.Flatten(), Linear(5 * 4, 1))
+
+    k = theory.kernels(net, x)
+
+    patches = nn.functional.unfold(x, 3, padding=1).reshape(3, 18, 4, 4) / 18**0.5
+    features = nn.functional.avg_pool2d(upsample(patches), 4).flatten(1)
+    torch.testing.assert_close(k.nngp.same, features @ features.T / 4)

@@ -399,7 +399,7 @@ def test_input_modulations_of_channels_are_conditional():
         (nn.MaxPool2d(2), r"'2' \(MaxPool2d\): the maximum of correlated units"),
         (nn.AvgPool2d(9), "only"),
         (nn.ConvTranspose2d(3, 3, 3), "not be transposed"),
-        (nn.Upsample(scale_factor=2), r"Upsample.*not known"),
+        (nn.LPPool2d(2, 2), r"LPPool2d.*not known"),
         (Linear(4, 4), "comes after pixels"),
         (nn.AvgPool1d(2), "expects 1 pixel axes; got 2"),
     ],
