@@ -3,7 +3,7 @@
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from embens import laws, metrics, networks
+from embens import laws, networks
 from embens.embed import batch_ensemble, embed
 from embens.ensemble.module import EmbeddedEnsemble
 from embens.families import (
@@ -14,19 +14,19 @@ from embens.families import (
     masksembles,
     mc_dropout,
 )
-from embens.inference import predict
 from embens.losses import gaussian_nll
 from embens.optim import objective
-from embens.prediction import Prediction
 from embens.sites import register_layer
 
 if _TYPE_CHECKING:
-    from embens import finite, tabular, theory, training
+    from embens import finite, metrics, tabular, theory, training
     from embens.comparison import Comparison, compare
     from embens.ensemble.export import to_onnx
     from embens.ensemble.loading import load
     from embens.evaluation import evaluate
     from embens.finite import diagnose
+    from embens.inference import predict
+    from embens.prediction import Prediction
     from embens.training import Divergence, History, fit
 
 __all__ = [
@@ -62,16 +62,18 @@ __all__ = [
     "training",
 ]
 
-_ROOMS = ("finite", "tabular", "theory", "training")
+_ROOMS = ("finite", "metrics", "tabular", "theory", "training")
 _HOMES = {
     "Comparison": "embens.comparison",
     "Divergence": "embens.training",
     "History": "embens.training",
+    "Prediction": "embens.prediction",
     "compare": "embens.comparison",
     "diagnose": "embens.finite",
     "evaluate": "embens.evaluation",
     "fit": "embens.training",
     "load": "embens.ensemble.loading",
+    "predict": "embens.inference",
     "to_onnx": "embens.ensemble.export",
 }
 """Public names that are imported when they are first used, and where they are defined."""
