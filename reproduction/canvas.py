@@ -46,6 +46,7 @@ def draw(figure: Figure, path: str | Path) -> None:
 def make_canvas(figure: Figure) -> Any:
     """Return a figure of matplotlib."""
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     columns = _count_columns(figure)
     rows = max(1, -(-len(figure.panels) // columns))
@@ -54,8 +55,8 @@ def make_canvas(figure: Figure) -> Any:
     handles: dict[str, Any] = {}
     legend_rows = _count_legend_rows(figure, columns)
     size = (_PANEL_SIZE[0] * columns, _PANEL_SIZE[1] * rows + 0.22 * legend_rows + 0.4)
-    canvas = Canvas(figsize=size, layout="constrained")
-    canvas.get_layout_engine().set(w_pad=0.08)  # in inches, between the labels of two panels
+    layout = ConstrainedLayoutEngine(w_pad=0.08)  # in inches, between the labels of two panels
+    canvas = Canvas(figsize=size, layout=layout)
     canvas.suptitle(_wrap(figure.title, _PICTURE_LETTERS * columns), fontsize=_FONT_SIZE + 2)
     for index, panel in enumerate(figure.panels):
         axes = canvas.add_subplot(rows, columns, index + 1)
