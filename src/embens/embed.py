@@ -627,6 +627,8 @@ def _reset_parameters(name: str, module: nn.Module, initialise: Initialise | Non
 def is_selection(sites: Sites, pre: Laws, post: Laws) -> bool:
     """Return whether the user named the layers in which members differ.
 
+    The other layers are then equal on purpose, so :func:`embed` does not warn about them.
+
     Args:
         sites: See :func:`embed`.
         pre: See :func:`embed`.
@@ -649,6 +651,8 @@ def check_module(reference: Any) -> None:
         raise TypeError(
             f"the reference must be a torch.nn.Module, got {type(reference).__name__}.{hint}"
         )
+    # The reference of an ensemble has meta tensors in place of per-member tensors. A network that
+    # is on the meta device as a whole is allowed.
     has_memory = any(not parameter.is_meta for parameter in reference.parameters())
     for name, module in reference.named_modules():
         if "/" in name:

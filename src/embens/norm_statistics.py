@@ -15,13 +15,15 @@ def separate_norms(
 ) -> tuple[PerMember, ...]:
     """Return the per-member tensors of norm layers.
 
-    Members share the statistics of a norm layer whose inputs are the same for all of them.
+    Members share the statistics of a norm layer if all of them have the same input to it: no
+    random operation and no layer with different weights comes before.
 
     Args:
         source: The reference.
         differing: Layers with different weights in different members.
         separate_layers: Modules of which every member has a separate copy, which are left out.
-        has_affine: Whether members have separate scales and shifts, and then all statistics.
+        has_affine: Whether members have separate scales and shifts. If so, the statistics of all
+            these layers are separate too.
     """
     flow = source.flow
     items = []

@@ -136,6 +136,8 @@ def _differing_weights(
     last layers. Their weights count as differing all the same, because the modulations of the
     neighbouring layers act on their outputs or inputs.
     """
+    # Pairs of a layer and the names of its weights that are equal in all members: modulated inputs
+    # leave recurrent weights as they are.
     layers: list[tuple[Layer, Collection[str]]] = []
     for site in sites:
         layer = source.layers[site.layer]

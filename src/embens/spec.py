@@ -15,12 +15,13 @@ from embens.sites import Site, find_layers
 
 @dataclass(frozen=True)
 class LowRankSite:
-    """A layer whose weights differ between members by a matrix of low rank.
+    r"""A layer whose weights differ between members by a matrix of low rank.
 
     Attributes:
         layer: Name of the layer.
         rank: Rank of the matrix.
-        kind: "multiplicative" or "additive".
+        kind: "multiplicative" for weights :math:`W \circ (1 + B_a A_a)`, "additive" for
+            :math:`W + B_a A_a`.
         scale: Initial standard deviation of the matrix, relative to the weights.
     """
 
@@ -59,8 +60,8 @@ class EnsembleSpec:
         pretrained: Whether the members begin near a trained reference.
         separate: Whether members share no parameter.
         individual_head: True if every member has a separately drawn last layer.
-        sampled: Number of members that the modulations were sampled for, which joint laws depend
-            on. It is larger than ``members`` in a subset.
+        sampled: Number of members for which the modulations were sampled; 0: ``members``. A subset
+            keeps the number of the original ensemble, because joint laws depend on it.
         chosen: Indices of a subset's members in the original ensemble; empty for all members.
     """
 

@@ -23,7 +23,7 @@ class _StockTrainer:
 
 
 class GuardedModule(nn.Module):
-    """A module that tools for plain networks refuse."""
+    """Base class of ensembles: raises TypeError in tools that need a plain network."""
 
     accepts_loss_kwargs = _StockTrainer()
 

@@ -255,8 +255,8 @@ class EmbeddedEnsemble(GuardedModule):
             >>> ensemble(torch.zeros(6, 4), batch="split").shape
             torch.Size([6, 3])
         """
-        # With a named first argument torch.export takes the same dynamic_shapes as for
-        # other modules.
+        # x is not part of *inputs, so that torch.export takes the same dynamic_shapes as for other
+        # modules. Its default is ..., because None is a valid argument.
         if x is not ...:
             inputs = (x, *inputs)
         if not isinstance(batch, str) or chunk is not None:
@@ -636,6 +636,8 @@ class Folding:
         changed: Attributes in which members differ from the reference.
 
     Attributes:
+        state: Detects changes of the reference's modules, which make the folded form invalid.
+        guard: Detects changes of other Python values that user code reads; None: not needed.
         folded: The folded network; None: such calls run merged.
         reason: Why they run merged.
         is_checked: Whether one member was compared with a plain network, or no comparison is

@@ -50,7 +50,8 @@ class Folded:
             take.
         values: Names of the members' values that the suffix takes.
         has_convolutions: Whether a convolution runs for each member.
-        has_positions: Whether members have values with axes between the rows and the channels.
+        has_positions: Whether layers that run for each member have values with more axes than rows
+            and channels, such as pixels or tokens.
         width: Largest number of channels of the layers that run for each member.
     """
 
@@ -100,7 +101,8 @@ class FoldedPass:
         per_member: Whether arguments have the members as their first axis.
 
     Attributes:
-        shared: Values that members share, computed once; empty for arguments of each member.
+        shared: Outputs of the prefix, computed once for all members. It is empty if ``per_member``;
+            then each chunk runs the prefix on the arguments of its members.
     """
 
     def __init__(
@@ -389,9 +391,9 @@ def low_rank_linear(
     count: int,
     is_shared: bool,
 ) -> Tensor:
-    r"""Apply :math:`W + B_a A_a`.
+    r"""Apply :math:`W + B_a A_a`; ``left`` stacks the :math:`B_a`, ``right`` the :math:`A_a`.
 
-    With few rows :math:`W x + B (A x)` is cheaper than building the weights of each member. The
+    With few rows :math:`W x + B_a (A_a x)` is cheaper than building the weights of each member. The
     bound was measured on a CPU.
     """
     row_count = x.numel() // x.shape[-1]
