@@ -125,6 +125,8 @@ COUNTS = (
     "patience",
     "folds",
 )
+# Arguments that need one split. If one differs from its default, folds="auto" resolves to 1, and
+# more folds raise an error.
 NEEDS_ONE_SPLIT = ("time_limit", "refit", "keep_members", "validation_fraction")
 SWITCHES = ("own", "tune", "refit", "calibrate", "warm_start")
 RANGES = {

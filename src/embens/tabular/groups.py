@@ -1,10 +1,11 @@
 """Cross-fitting: groups of members, each with a separate held-out fold.
 
 With ``folds=K`` the rows are divided into K folds and the members into K groups. A group is an
-embedded ensemble that is trained on all folds but one. The fold that it has not seen decides when
-its training ends, and together these *out-of-fold* predictions of all rows give the temperature and
-the conformal scores. So every row is used for training and for calibration. The scores are those of
-single groups; for intervals around the mean of all groups they are corrected.
+embedded ensemble that is trained on all folds but one. Early stopping uses its metric on the
+held-out fold. The predictions of a group for its held-out fold are *out-of-fold* predictions. The
+out-of-fold predictions of all groups cover every row. They give the temperature and the conformal
+scores, so every row is used for training and for calibration. A score is the error of one group,
+but an interval is centred at the mean of all groups; the scores are corrected for this.
 
 Groups share no weights. In one ensemble with row weights of 0 a held-out row would still train the
 shared weights through the other members, and its prediction would be too good (ADR 9).

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Periodic(nn.Module):
-    r"""Append :math:`\sin` and :math:`\cos` of :math:`2\pi c\, s` for each of the first inputs.
+    r"""Append :math:`\sin` and :math:`\cos` of :math:`2\pi c\, x` for each of the first inputs x.
 
     The frequencies :math:`c` are trained, shared by all members, and initialised as
     :math:`N(0, \sigma^2)`.

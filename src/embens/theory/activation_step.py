@@ -50,6 +50,8 @@ def activate(module: nn.Module, dual: Dual, state: State) -> State:
         )
     if state.facts.recording is not None:
         check_range(module, state.equal_pixels(state.covariance), state)
+    # With a pending v, the tangents of scales have a factor v v' inside the expectation of H, which
+    # the dual does not compute. For homogeneous activations they are F.
     needs_scales = bool(state.scales) and state.pre is not None
     if state.addends or state.low_rank or (needs_scales and not isinstance(dual, Homogeneous)):
         return activate_sum(module, dual, state)

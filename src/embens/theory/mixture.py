@@ -101,6 +101,7 @@ def activate_sum(module: nn.Module, dual: Dual, state: State) -> State:
     facts = state.facts
     addends = addends_of(state)
     within = _combinations(module, state, [factors_within(addend) for addend in addends])
+    # The first pass records one entry for each addend and then one for their sum (see _record).
     depth = state.depth + len(addends)
     after = state.replace(
         depth=depth + 1,
@@ -144,6 +145,7 @@ def _record(dual: Dual, state: State, combinations: list[Combination]) -> Moment
     assert recording is not None
     addends = addends_of(state)
     variances = [state.equal_pixels(addend.covariance).contiguous() for addend in addends]
+    # The dual is prepared for a range of variances, so it needs the largest one of the sum.
     largest = [0.0] * len(addends)
     for _, factors in combinations:
         for index, factor in enumerate(factors):
@@ -332,6 +334,7 @@ def _total(kernels: Sequence[Kernel]) -> Kernel:
 def factors_within(addend: Addend) -> list[Factor]:
     """Return the values of a factor within a member."""
     if addend.low_rank is not None:
+        # t is |b|² here, as in embens.theory.rank_change; the factor is 1 + |b|².
         rows = row_nodes(addend.low_rank.rank, addend.low_rank.scale)
         return [Factor(weight, 1 + t, 1 + t, 1 + t) for t, weight in rows]
     if addend.pre is None:

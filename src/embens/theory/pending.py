@@ -1,9 +1,12 @@
 r"""Factors of units that wait for the next activation, and sums of such units.
 
 Units are normal given their factors: a modulation :math:`v`, the size of a row of low-rank
-matrices, or a trainable scale. A sum of streams :math:`s = \sum_k v_k z_k` keeps its addends
-:math:`z_k`, because an activation of :math:`s` needs the law of all factors
-(:mod:`embens.theory.mixture`). Any other operation needs the kernels of the sum only,
+matrices, or a trainable scale. A factor *waits* while the kernels are those without it. It is
+applied by the next activation, or by :func:`settle` before any other operation.
+
+A sum of streams :math:`s = \sum_k v_k z_k` has the addends :math:`z_k`, whose factors wait, because
+an activation of :math:`s` needs the law of all factors (:mod:`embens.theory.mixture`). Any other
+operation needs the kernels of the sum only. The state of a sum has them with the factors,
 
 .. math::
     \Sigma_{aa} = \sum_k E[v_k^2]\, \Sigma_{k,aa}, \qquad
@@ -103,6 +106,8 @@ def _apply_factor(addend: Addend) -> Addend:
     if not addend.waits:
         return addend
     pre, low_rank = addend.pre, addend.low_rank
+    # E[v²] within a member and E[v_a v_b] between members. Low-rank matrices replace v² by
+    # 1 + |b|², where E|b|² = scale², and v_a v_b by 1 (embens.theory.rank_change).
     moment = pair_moment = 1.0
     trained = 0.0  # weight of the covariance in the tangents of the factor
     if pre is not None:
@@ -111,7 +116,7 @@ def _apply_factor(addend: Addend) -> Addend:
     elif low_rank is not None:
         moment = 1 + low_rank.scale**2
         trained = low_rank.rank + low_rank.scale**2
-    count = len(addend.scales)
+    count = len(addend.scales)  # each scale adds the covariance to the shared tangents
 
     def scaled(before: Moments, factor: float) -> Moments:
         after = before.map(lambda kernel: factor * kernel)

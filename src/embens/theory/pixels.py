@@ -5,10 +5,10 @@ layers act on it linearly. A convolution with :math:`k^2` pixels and stride :mat
 
 .. math:: \mathcal A[K](p, p') = \frac1{k^2} \sum_\delta K(s p + \delta, s p' + \delta) ,
 
-zero outside the image, which is computed along one axis after another. Average pooling acts on the
-pixels of ``x1`` and on those of ``x2`` as it does on an image. A Linear layer after ``nn.Flatten``
-takes the mean over :math:`K(p, p)`. Where no pooling follows, pairs of equal pixels are enough. Any
-number of pixel axes is supported.
+where :math:`K` is zero outside the image. The mean is computed along one axis after another.
+Average pooling acts on the pixels of ``x1`` and on those of ``x2`` as it does on an image. A Linear
+layer after ``nn.Flatten`` takes the mean over :math:`K(p, p)`. Where no pooling follows, pairs of
+equal pixels are enough. Any number of pixel axes is supported.
 """
 
 import math
@@ -236,6 +236,8 @@ def _map_pixels(module: nn.Module, state: State) -> State:
     pixels = state.pixels
 
     def apply(kernel: Tensor) -> Tensor:
+        # Axes are (*leading, *pixels of x1, *pixels of x2), or one group for equal pixels. All axes
+        # but the last group act as the channels of one image.
         groups = 2 if state.layout == PAIRS else 1
         leading = kernel.shape[: kernel.dim() - groups * len(pixels)]
         if groups == 1:

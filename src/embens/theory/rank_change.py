@@ -38,18 +38,19 @@ _FEWEST_NODES, _MOST_NODES = 8, 64
 
 
 def row_nodes(rank: int, scale: float) -> list[tuple[float, float]]:
-    """Return quadrature nodes and weights of the squared length of a row of the matrices.
+    r"""Return quadrature nodes and weights of :math:`t = |b|^2` for a row :math:`b` of B.
 
     Args:
-        rank: Rank of the members' matrices.
-        scale: Standard deviation of their entries, times the root of the rank.
+        rank: Rank of the members' matrices, :math:`r`.
+        scale: Standard deviation of the entries of B times the root of the rank, :math:`s`.
 
     Example:
         >>> nodes = row_nodes(rank=2, scale=0.5)
         >>> round(sum(weight * t for t, weight in nodes), 9)  # scale²
         0.25
     """
-    # √(1 + t) is singular at t = -1, so n nodes have an error of exp(-4 √(n r / 2 s²)).
+    # √(1 + t) is singular at t = -1, so n nodes have an error of exp(-4 √(n r / (2 s²))). That is
+    # 3e-10 for n = 60 s²/r.
     count = math.ceil(60 * scale**2 / rank)
     count = min(max(count, _FEWEST_NODES), _MOST_NODES)
     sizes, weights = chi_square_nodes(rank, count)
