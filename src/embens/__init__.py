@@ -16,6 +16,7 @@ from embens.families import (
 )
 from embens.losses import gaussian_nll
 from embens.optim import objective
+from embens.prediction import Prediction  # torch.load of a prediction needs it
 from embens.sites import register_layer
 
 if _TYPE_CHECKING:
@@ -26,7 +27,6 @@ if _TYPE_CHECKING:
     from embens.evaluation import evaluate
     from embens.finite import diagnose
     from embens.inference import predict
-    from embens.prediction import Prediction
     from embens.training import Divergence, History, fit
 
 __all__ = [
@@ -67,7 +67,6 @@ _HOMES = {
     "Comparison": "embens.comparison",
     "Divergence": "embens.training",
     "History": "embens.training",
-    "Prediction": "embens.prediction",
     "compare": "embens.comparison",
     "diagnose": "embens.finite",
     "evaluate": "embens.evaluation",

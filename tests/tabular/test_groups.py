@@ -102,6 +102,19 @@ class TestGroups:
         with pytest.raises(ValueError, match="folds cannot become 1"):
             model.set_params(folds=1).fit(X, y)
 
+    def test_a_warm_start_without_a_seed_warns_that_held_out_rows_differ(self, make):
+        X, y, model = self.fit(make, max_epochs=1, warm_start=True, random_state=None)
+
+        with pytest.warns(UserWarning, match="other held-out rows.*integer as random_state"):
+            model.fit(X, y)
+
+    @pytest.mark.parametrize("index", [-1, 4])
+    def test_a_member_that_does_not_exist_is_refused(self, make, index):
+        _, _, model = self.fit(make, max_epochs=1, members=4)
+
+        with pytest.raises(IndexError, match="from 0 to 3"):
+            model.ensemble_.member(index)
+
     def test_tiny_tables_have_no_folds(self, make):
         X, target = mixed_table(40)
         y = target if make is regressor else classes_of(target)

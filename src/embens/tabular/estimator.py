@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -96,6 +97,12 @@ class TableEstimator(Display, Arguments, BaseEstimator):
         previous = None
         if self.warm_start:
             previous = getattr(self, "fitted_", None)
+        if previous is not None and not isinstance(self.random_state, Integral):
+            warn(
+                "warm_start draws other held-out rows in each fit, so the ensemble was trained on "
+                "some of them. Early stopping and calibration are then too optimistic. Pass an "
+                "integer as random_state."
+            )
         return self._fit(X, y, sample_weight, previous)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:

@@ -65,10 +65,10 @@ class GroupedEnsemble(nn.Module):
         """Return member ``a``, counted over all groups, as a plain module."""
         for group in self.groups:
             ensemble: Any = group
-            if a < ensemble.members:
+            if 0 <= a < ensemble.members:
                 return ensemble.member(a)
             a -= ensemble.members
-        raise IndexError(f"there are {self.members} members only.")
+        raise IndexError(f"members are counted from 0 to {self.members - 1}.")
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.cat([group(inputs) for group in self.groups])
