@@ -80,7 +80,7 @@ class TestGroups:
         np.testing.assert_array_equal(loaded.predict(X), model.predict(X))
         member = model.ensemble_.member(3)
         assert isinstance(member, torch.nn.Sequential)
-        with pytest.raises(IndexError, match="4 members"):
+        with pytest.raises(IndexError, match="from 0 to 3"):
             model.ensemble_.member(4)
         assert "members" in model.summary()
 
