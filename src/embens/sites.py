@@ -205,9 +205,12 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     return None
 
 
-def is_fast_dropout(module: nn.Module) -> bool:
-    """Return whether a module is a dropout layer of embens, which is treated as that of torch."""
-    return isinstance(module, nn.Dropout) and type(module).__module__.startswith("embens.")
+def is_elementwise_dropout(module: nn.Module) -> bool:
+    """Return whether a dropout layer declares that it treats every value as torch's does.
+
+    Tracing looks into other subclasses of ``nn.Dropout``, as their code may do anything.
+    """
+    return isinstance(module, nn.Dropout) and getattr(module, "is_elementwise", False)
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -54,7 +54,7 @@ from embens.graph.operations import (
 from embens.graph.reading import Tracer, copy_module, has_user_code
 from embens.graph.snapshots import HOOKS
 from embens.graph.tracing import StrictTracer
-from embens.sites import Layer, Site, is_fast_dropout, is_layer
+from embens.sites import Layer, Site, is_elementwise_dropout, is_layer
 from embens.spec import EnsembleSpec
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -665,7 +665,7 @@ def rank_after(module: nn.Module, name: str, rank: int) -> int:
         return rank + 1
     elif isinstance(module, nn.RNNBase):
         raise Unfoldable(f"the batch is not the first axis of the states of {name!r}")
-    elif is_layer(module) or is_fast_dropout(module):
+    elif is_layer(module) or is_elementwise_dropout(module):
         is_known = rank >= 2
     elif not type(module).__module__.startswith("torch.nn"):
         raise Unfoldable(f"{name!r} ({kind}) is not known to treat samples independently")

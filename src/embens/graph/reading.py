@@ -45,7 +45,7 @@ from embens.graph.operations import (
     operation_name,
 )
 from embens.graph.snapshots import unchanged_random_state
-from embens.sites import Layer, find_layers, is_fast_dropout, is_layer
+from embens.sites import Layer, find_layers, is_elementwise_dropout, is_layer
 
 # Tracing
 
@@ -118,7 +118,7 @@ class Tracer(torch.fx.Tracer):
         return call, [self.root]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if is_layer(m) or module_qualified_name in self.opaque or is_fast_dropout(m):
+        if is_layer(m) or module_qualified_name in self.opaque or is_elementwise_dropout(m):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 

@@ -231,6 +231,8 @@ class Dropout(nn.Dropout):
         True
     """
 
+    is_elementwise = True  # a folded ensemble calls it as it calls nn.Dropout
+
     def forward(self, input: Tensor) -> Tensor:
         threshold = round(256 * self.p)
         if not self.training or threshold == 0:
