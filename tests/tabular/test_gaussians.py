@@ -177,14 +177,33 @@ class TestBounds:
         model.partial_fit(X, y)
         assert model.predict(X).min() < 0 < model.predict(X).max()
 
-    def test_rounding_keeps_every_integer_that_was_inside(self):
+    def test_intervals_of_integers_keep_every_integer_inside_and_no_other(self):
         head = GaussianHead(1, integer=torch.tensor([True]))
-        ends = torch.linspace(-3, 3, 61, dtype=torch.float64)[:, None]
-        rounded = head.within_bounds(ends)
+        ends = torch.linspace(-3, 3, 25, dtype=torch.float64)
+        low, high = torch.combinations(ends, with_replacement=True).unsqueeze(-1).unbind(1)
+        first, last = head.interval_within_bounds(low, high)
+        integers = torch.arange(-4, 5)
+        inside = (low <= integers) & (integers <= high)
+        has_integer = inside.any(1)
 
-        for y in range(-3, 4):
-            assert ((ends <= y) <= (rounded <= y)).all()
-            assert ((ends >= y) <= (rounded >= y)).all()
+        found = (first <= integers) & (integers <= last)
+        assert torch.equal(found[has_integer], inside[has_integer])
+        assert (found.sum(1)[~has_integer] == 1).all()
+        assert ((first - (low + high) / 2).abs()[~has_integer] <= 0.5).all()
+        assert (first.frac() == 0).all() and (last.frac() == 0).all()
+
+    def test_intervals_of_integers_have_the_requested_coverage(self):
+        # Rounding each end to the nearest integer made intervals of small counts too wide.
+        rng = np.random.default_rng(0)
+        X = rng.normal(size=(4000, 2))
+        y = rng.poisson(np.exp(0.3 * X[:, 0] + 0.7))
+        model = regressor(max_epochs=4, folds=4, members=8, bins=4).fit(X[:1000], y[:1000])
+        low, high = model.predict_interval(X[1000:], 0.9).T
+        covered = ((low <= y[1000:]) & (y[1000:] <= high)).mean()
+
+        error = math.sqrt(0.9 * 0.1 * (1 / 1000 + 1 / 3000))
+        assert (low == low.round()).all() and (high == high.round()).all()
+        assert abs(covered - 0.9) < 4 * error
 
 
 def test_a_quantile_level_of_one_is_an_error():
@@ -234,6 +253,28 @@ def test_scores_are_not_corrected_below_errors_that_only_groups_explain():
     torch.testing.assert_close(corrected.scores, torch.full((50, 1), 0.5).double())  # √(1/4)
     two_groups = head.for_mean_of_groups(group_outputs(means[:2]), fold_of_row % 2)
     assert two_groups.scores is head.scores
+
+
+def test_groups_differ_more_on_unseen_rows_as_far_as_their_members_do():
+    # Means of members are the group's mean ± 0.2 on rows that it has not seen, ± 0.1 on others.
+    generator = torch.Generator().manual_seed(0)
+    means = 0.1 * torch.randn(4, 40, generator=generator, dtype=torch.float64)
+    fold_of_row = torch.arange(40) % 4
+    spread = torch.full_like(means, 0.1)
+    spread[fold_of_row, torch.arange(40)] = 0.2
+    members = torch.stack([means - spread, means + spread], 1)
+    outputs = torch.stack([members, torch.zeros_like(members)], -1)
+    plain = torch.stack([means, means], 1)
+    equal_members = torch.stack([plain, torch.zeros_like(plain)], -1)
+    head = GaussianHead(1, scores=torch.ones(40, 1).double())
+
+    def share(outputs, fold_of_row):
+        factor = head.for_mean_of_groups(outputs, fold_of_row).scores[0, 0]
+        return (1 - factor**2) / 0.75
+
+    std = (1 + 0.2**2) ** 0.5  # of the group that has not seen a row
+    expected = 4 * share(equal_members, fold_of_row) / std**2
+    torch.testing.assert_close(share(outputs, fold_of_row), expected)
 
 
 def test_corrected_intervals_around_the_mean_of_groups_have_the_coverage():

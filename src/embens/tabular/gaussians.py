@@ -222,13 +222,24 @@ class GaussianHead(Head):
         return values.maximum(lower).minimum(upper)
 
     def within_bounds(self, values: Tensor) -> Tensor:
-        """Return quantiles or ends of intervals as values that the target can have.
-
-        They are clipped, and rounded if the target is an integer. An interval keeps all possible
-        values of the target that it contained before.
-        """
+        """Return quantiles as values that the target can have: clipped, and rounded if integer."""
         values = self.clip(values)
         return torch.where(torch.as_tensor(self.integer), values.round(), values)
+
+    def interval_within_bounds(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ends of intervals as values that the target can have.
+
+        They contain the same possible values as before: the ends are clipped, and of an integer
+        target they are the smallest and the largest integer inside. An interval without an integer
+        becomes the integer that is nearest to its centre.
+        """
+        low, high = self.clip(low), self.clip(high)
+        nearest = ((low + high) / 2).round()
+        is_empty = low.ceil() > high.floor()
+        first = torch.where(is_empty, nearest, low.ceil())
+        last = torch.where(is_empty, nearest, high.floor())
+        integer = torch.as_tensor(self.integer)
+        return torch.where(integer, first, low), torch.where(integer, last, high)
 
     # Components of the mixture
 
@@ -389,24 +400,47 @@ class GaussianHead(Head):
             E[\text{error of the mean}^2] = E[\text{error of a group}^2]
             - (1 - \tfrac1K)\, E[\text{variance between groups}] ,
 
-        all in units of the predicted variance. The variance between groups is that of the
-        :math:`K - 1` groups that have seen the row. They are closer to its target and so to each
-        other, which makes the correction smaller and intervals wider. Two groups get none.
+        all in units of the predicted variance, for rows that no group has seen. There are none. The
+        variance between the :math:`K - 1` groups that have seen a row is smaller, because training
+        brings them closer to its target. Training does the same to the members of a group. So the
+        variance is multiplied by that of the members of the group that has not seen the row,
+        divided by that of the members of the other groups. Two groups get no correction.
         """
         if self.scores is None or len(outputs) < 3:
             return self
         moments = [self.summarise(group) for group in outputs]
         means, stds = (torch.stack(parts) for parts in zip(*moments, strict=True))
         groups, rows = means.shape[:2]
-        row = torch.arange(rows)
-        has_seen = torch.ones(groups, rows, dtype=torch.bool)
-        has_seen[fold_of_row, row] = False
-        means_of_others = means.transpose(0, 1)[has_seen.T].view(rows, groups - 1, -1)
-        variance = means_of_others.var(1) / stds[fold_of_row, row].square()
+        unit = stds[fold_of_row, torch.arange(rows)].square()
+        variance = _of_other_groups(means, fold_of_row).var(0) / unit
         share = variance.mean(0) / self.scores.square().mean(0)
+        if outputs.shape[1] > 1:
+            share = share * self._growth_of_variance(outputs, fold_of_row, unit)
         # If errors came from the variance between groups alone, the share would be 1.
         factor = (1 - (1 - 1 / groups) * share.clamp(max=1.0)).sqrt()
         return replace(self, scores=factor * self.scores)
+
+    def _growth_of_variance(self, outputs: Tensor, fold_of_row: Tensor, unit: Tensor) -> Tensor:
+        """Return the variance of the members of a group on unseen rows, divided by that on others.
+
+        Args:
+            outputs: ``(group, member, row, output)``.
+            fold_of_row: The group that has not seen a row.
+            unit: The unit of variances, ``(row, target)``.
+        """
+        means = torch.stack([self.member_moments(group)[0] for group in outputs])
+        variances = means.var(1) / unit
+        unseen = variances[fold_of_row, torch.arange(len(unit))].mean(0)
+        seen = _of_other_groups(variances, fold_of_row).mean((0, 1))
+        return (unseen / seen.clamp(min=torch.finfo(seen.dtype).tiny)).clamp(min=1.0)
+
+
+def _of_other_groups(values: Tensor, fold_of_row: Tensor) -> Tensor:
+    """Return the values of the groups that have seen a row, ``(group - 1, row, …)``."""
+    groups, rows = values.shape[:2]
+    others = torch.arange(groups - 1)[:, None].expand(-1, rows)
+    others = others + (others >= fold_of_row)  # skip the group that has not seen the row
+    return values[others, torch.arange(rows)]
 
 
 def _interpolate(values: Tensor, x: Tensor, y: Tensor) -> Tensor:

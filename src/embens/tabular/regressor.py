@@ -255,7 +255,8 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
         holds approximately: the scores are those of each group on the rows that it has not seen,
         corrected for the smaller error of the mean of the groups, and the ends are means over the
         groups. The ends respect the fitted values of the target as those of
-        :meth:`predict_quantiles` do.
+        :meth:`predict_quantiles` do; of an integer target they are the first and the last integer
+        inside.
 
         Args:
             X: The rows.
@@ -284,8 +285,9 @@ class EmbeddedEnsembleRegressor(RegressorMixin, TableEstimator):
             return [torch.stack(parts).mean(0) for parts in zip(*moments, strict=True)]
 
         mean, std = self._predict_blocks(X, mean_of_groups)
-        interval = torch.stack([mean - half_width * std, mean + half_width * std], 1)
-        return self._to_numpy(self.head_.within_bounds(interval))
+        low, high = mean - half_width * std, mean + half_width * std
+        ends = self.head_.interval_within_bounds(low, high)
+        return self._to_numpy(torch.stack(ends, 1))
 
 
 def _variances(head: GaussianHead, outputs: Tensor) -> tuple[Tensor, Tensor]:
