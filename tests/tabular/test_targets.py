@@ -51,6 +51,34 @@ class TestClassHead:
         np.testing.assert_allclose(second[0, 0], [1 / 6, 5 / 6])
 
 
+class TestMixtureOfGroups:
+    def simulated(self):
+        """Return outputs of four overconfident groups ``(group, 1, row, class)`` and a target."""
+        generator = torch.Generator().manual_seed(0)
+        logit = torch.randn(20_000, generator=generator, dtype=torch.float64)
+        noise = torch.randn(4, 20_000, generator=generator, dtype=torch.float64)
+        codes = torch.rand(20_000, generator=generator) < logit.sigmoid()
+        outputs = 1.5 * (logit + noise)
+        outputs = torch.stack([-outputs / 2, outputs / 2], -1).unsqueeze(1)
+        return outputs, torch.stack([codes, torch.ones(20_000)], 1)
+
+    def test_it_has_a_lower_loss_than_with_the_temperature_of_a_group(self):
+        outputs, target = self.simulated()
+        group = ClassHead((TWO,)).calibrated(outputs[0], target)
+        mixture = group.for_mixture_of_groups(4)
+
+        assert 1 < mixture.temperature < group.temperature
+        assert mixture.metric(outputs[:, 0], target) < group.metric(outputs[:, 0], target)
+
+    def test_one_group_and_groups_that_are_not_too_confident_keep_their_temperature(self):
+        assert ClassHead((TWO,), temperature=2.0).for_mixture_of_groups(1).temperature == 2.0
+        assert ClassHead((TWO,), temperature=0.5).for_mixture_of_groups(4).temperature == 0.5
+
+    def test_four_groups_keep_three_quarters_of_the_logarithm(self):
+        head = ClassHead((TWO,), temperature=16.0).for_mixture_of_groups(4)
+        assert head.temperature == pytest.approx(8.0)
+
+
 @pytest.mark.parametrize(
     "head",
     [

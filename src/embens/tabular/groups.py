@@ -4,8 +4,8 @@ With ``folds=K`` the rows are divided into K folds and the members into K groups
 embedded ensemble that is trained on all folds but one. Early stopping uses its metric on the
 held-out fold. The predictions of a group for its held-out fold are *out-of-fold* predictions. The
 out-of-fold predictions of all groups cover every row. They give the temperature and the conformal
-scores, so every row is used for training and for calibration. A score is the error of one group,
-but an interval is centred at the mean of all groups; the scores are corrected for this.
+scores, so every row is used for training and for calibration. Both belong to one group, but
+predictions are those of all groups, whose errors are smaller; both are corrected for this.
 
 Groups share no weights. In one ensemble with row weights of 0 a held-out row would still train the
 shared weights through the other members, and its prediction would be too good (ADR 9).
@@ -140,6 +140,8 @@ def fit_groups(prepared: Prepared, sizes: Sizes, previous: Fitted | None = None)
         prepared.head, out_of_fold, target, target, prepared.arguments.calibrate
     )
     held_out["members"] = member_losses
+    if prepared.arguments.calibrate:
+        head = head.for_mixture_of_groups(folds)
     head = head.with_scores(out_of_fold, target)
     head = _for_mean_of_groups(head, groups, prepared, fold_of_row)
     remarks = list(prepared.remarks)
