@@ -9,6 +9,7 @@ import pytest
 import torch
 from tabular.problems import classes_of, classifier, fitted, mixed_table, regressor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import embens
 from embens.tabular import descent
@@ -41,17 +42,30 @@ def test_the_rate_rises_in_a_tenth_of_the_time_if_there_is_none_for_an_epoch(mon
     assert factor(2) == pytest.approx(1.0, rel=0.03)
 
 
-def test_the_average_follows_the_recursion():
-    weights = torch.nn.Parameter(torch.zeros(1))
-    model = torch.nn.ParameterList([weights])
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=descent.averaging(10))
-    expected = 0.0
-    for step in range(60):
-        weights.data.fill_(float(step))
-        average.update_parameters(model)
-        rate = 1 / min(20, 1 + step / 9)
-        expected += (step - expected) * rate
-        assert average.module[0].item() == pytest.approx(expected, rel=1e-5)
+def test_the_running_average_is_that_of_torch(monkeypatch):
+    steps = []
+
+    class CheckedDescent(descent.Descent):
+        def _update_average(self):
+            if self.steps == 0:
+                horizon = 2 * len(self.batches)
+
+                def update(averages, parameters, count):
+                    decay = 1 - 1 / min(horizon, 1 + int(count) / 9)
+                    get_ema_multi_avg_fn(decay)(averages, parameters, count)
+
+                self.expected = AveragedModel(self.ensemble, multi_avg_fn=update)
+            super()._update_average()
+            self.expected.update_parameters(self.ensemble)
+            torch.testing.assert_close(
+                list(self.average.parameters()), list(self.expected.module.parameters())
+            )
+            steps.append(self.steps)
+
+    monkeypatch.setattr(descent, "Descent", CheckedDescent)
+    X, target = mixed_table(200)
+    regressor(max_epochs=10).fit(X, target)
+    assert steps == list(range(1, 31))
 
 
 def test_a_run_that_diverges_is_repeated_with_a_lower_rate(monkeypatch):

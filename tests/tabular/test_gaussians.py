@@ -190,7 +190,8 @@ class TestBounds:
         assert torch.equal(found[has_integer], inside[has_integer])
         assert (found.sum(1)[~has_integer] == 1).all()
         assert ((first - (low + high) / 2).abs()[~has_integer] <= 0.5).all()
-        assert (first.frac() == 0).all() and (last.frac() == 0).all()
+        assert (first.frac() == 0).all()
+        assert (last.frac() == 0).all()
 
     def test_intervals_of_integers_have_the_requested_coverage(self):
         # Rounding each end to the nearest integer made intervals of small counts too wide.
@@ -202,7 +203,8 @@ class TestBounds:
         covered = ((low <= y[1000:]) & (y[1000:] <= high)).mean()
 
         error = math.sqrt(0.9 * 0.1 * (1 / 1000 + 1 / 3000))
-        assert (low == low.round()).all() and (high == high.round()).all()
+        assert (low == low.round()).all()
+        assert (high == high.round()).all()
         assert abs(covered - 0.9) < 4 * error
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import embens
 from embens import laws
+from embens.tabular import perceptron
 from embens.tabular.columns import learn_columns
 from embens.tabular.defaults import Arguments
 from embens.tabular.frames import from_array, from_frame
@@ -113,12 +114,18 @@ def test_tables_with_categories_and_missing_values_run_folded(embedding, loss):
     assert ensemble.executor == "folded"
 
 
-def test_batches_cover_all_rows_in_a_new_order_in_every_pass():
+@pytest.mark.parametrize("encoded_values", [0, 10**6])
+def test_batches_cover_all_rows_in_a_new_order_in_every_pass(encoded_values, monkeypatch):
+    monkeypatch.setattr(perceptron, "ENCODED_VALUES", encoded_values)
     _, encoder, table = encoded_columns(np.arange(10.0), bins=2)
     numbers, codes = table
     rows = Rows(numbers, codes, torch.arange(10.0)[:, None])
     batches = EncodedBatches(rows, encoder, 4, torch.Generator().manual_seed(0))
-    orders = [torch.cat([target[:, 0] for _, target in batches]).tolist() for _ in range(2)]
+    orders = []
+    for _ in range(2):
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        orders.append(targets[:, 0].tolist())
+        torch.testing.assert_close(inputs, encoder(numbers, codes)[targets[:, 0].long()])
     assert [sorted(order) for order in orders] == [list(range(10))] * 2
     assert orders[0] != orders[1] != list(range(10))
     (inputs, target), *_ = EncodedBatches(rows, encoder, 4)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from embens import EmbeddedEnsemble
 from embens.checks import warn
@@ -98,7 +97,9 @@ class Descent:
 
     Attributes:
         validation_interval: Number of epochs from one validation to the next.
-        average: Running average of the ensemble.
+        average: Ensemble with the running average of the weights.
+        pairs: Each averaged tensor and the tensor that it follows.
+        steps: Number of steps so far.
         epoch_rows: One row for each epoch, as in :class:`embens.History`.
         member_rows: One row for each epoch and member.
         best_epoch: The epoch with the best metric; None without validation rows.
@@ -126,8 +127,10 @@ class Descent:
             lr=sizes.lr, weight_decay=sizes.weight_decay, optimizer=torch.optim.AdamW
         )
         self.optimizer = torch.optim.AdamW(groups, fused=True)
-        self.average = AveragedModel(ensemble, multi_avg_fn=averaging(len(self.batches)))
-        self.best_weights = self.average.module.state_dict()
+        self.average = copy.deepcopy(ensemble)
+        self.pairs = list(zip(self.average.parameters(), ensemble.parameters(), strict=True))
+        self.steps = 0
+        self.best_weights = self.average.state_dict()
         self.best_metric = math.inf
         self.best_epoch: int | None = None
         self.epoch_rows: list[dict[str, Any]] = []
@@ -164,7 +167,7 @@ class Descent:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
-            self.average.update_parameters(self.ensemble)
+            self._update_average()
             loss_sums += len(target) * losses.detach()
             rows += len(target)
             if time.monotonic() + self.validation_seconds > self.deadline:
@@ -172,6 +175,14 @@ class Descent:
                 break
         self.losses = loss_sums / rows
         self.seconds = time.monotonic() - start
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        """Move the running average towards the weights of this step."""
+        self.steps += 1
+        weight = averaging_weight(self.steps, len(self.batches))
+        for mean, value in self.pairs:
+            mean.lerp_(value, weight)
 
     def end_epoch(self) -> None:
         """Write the history; validate the averaged weights if it is due, and keep the best."""
@@ -206,7 +217,7 @@ class Descent:
         if self.best_epoch is None or metric < self.best_metric:
             self.best_metric = metric
             self.best_epoch = epoch
-            self.best_weights = copy.deepcopy(self.average.module.state_dict())
+            self.best_weights = copy.deepcopy(self.average.state_dict())
         elif epoch - self.best_epoch >= self.patience and self.stopped is None:
             self.stopped = "patience"
 
@@ -217,8 +228,7 @@ class Descent:
         informative one (Berta et al., 2025). A part of the rows chooses it, to save time.
         """
         rows = self.prepared.validation
-        averaged: Any = self.average.module
-        outputs = predict_rows(averaged, self.prepared.encoder, rows)
+        outputs = predict_rows(self.average, self.prepared.encoder, rows)
         few = slice(TEMPERATURE_ROWS)
         calibrated = self.head.calibrated(outputs[:, few], rows.target[few])
         metric = float(calibrated.metric(outputs, rows.target))
@@ -233,19 +243,18 @@ class Descent:
         return f"{text}, {row['seconds']:.2g} s"
 
 
-def averaging(steps_per_epoch: int) -> Callable[[Any, Any, Any], None]:
-    r"""Return the update of averaged parameters for torch's ``AveragedModel``.
+def averaging_weight(step: int, steps_per_epoch: int) -> float:
+    r"""Return the weight of the newest weights in their running average after a step.
 
-    After step :math:`s`, the mean moves by :math:`(w - \bar w) / \min(h, 1 + s/9)`, where :math:`h`
-    is the number of steps in :data:`AVERAGED_EPOCHS` epochs.
+    It is :math:`1 / \min(h, 1 + (s - 1)/9)` after step :math:`s = 1, 2, \dots`, where :math:`h` is
+    the number of steps in :data:`AVERAGED_EPOCHS` epochs.
+
+    Example:
+        >>> averaging_weight(1, 10), averaging_weight(10, 10), averaging_weight(500, 10)
+        (1.0, 0.5, 0.05)
     """
     horizon = max(1.0, AVERAGED_EPOCHS * steps_per_epoch)
-
-    def update(averages: Any, parameters: Any, steps: Any) -> None:
-        decay = 1 - 1 / min(horizon, 1 + float(steps) / 9)
-        get_ema_multi_avg_fn(decay)(averages, parameters, steps)
-
-    return update
+    return 1 / min(horizon, 1 + (step - 1) / 9)
 
 
 def cosine_schedule(steps_per_epoch: int, epochs: int, seconds: float) -> Callable[[int], float]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from embens.tabular.preparation import Prepared
 
 PREDICTED_ROWS = 1024  # rows that the network predicts at a time
+ENCODED_VALUES = 2**24  # inputs of all training rows up to which they are encoded once
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,8 @@ class Rows:
 class EncodedBatches:
     """Batches ``(inputs, target)`` of rows.
 
-    The encoder expands one batch at a time, because all encoded rows may not fit into memory.
+    Rows that are passed several times, in a new order each time, are encoded once if they fit into
+    memory. Otherwise the encoder expands one batch at a time.
 
     Args:
         rows: The rows.
@@ -94,6 +96,10 @@ class EncodedBatches:
         self.encoder = encoder
         self.batch_size = batch_size
         self.generator = generator
+        self.inputs = None
+        if generator is not None and len(rows) * encoder.inputs <= ENCODED_VALUES:
+            blocks = torch.arange(len(rows)).split(PREDICTED_ROWS)
+            self.inputs = torch.cat([self._encode(block) for block in blocks])
 
     def __len__(self) -> int:
         return math.ceil(len(self.rows) / self.batch_size)
@@ -103,8 +109,11 @@ class EncodedBatches:
         if self.generator is not None:
             order = torch.randperm(len(self.rows), generator=self.generator)
         for index in order.split(self.batch_size):
-            batch = self.rows[index]
-            yield self.encoder(batch.numbers, batch.codes), batch.target
+            inputs = self._encode(index) if self.inputs is None else self.inputs[index]
+            yield inputs, self.rows.target[index]
+
+    def _encode(self, index: Tensor) -> Tensor:
+        return self.encoder(self.rows.numbers[index], self.rows.codes[index])
 
 
 class Encoder(nn.Module):
