@@ -228,7 +228,9 @@ class Descent:
         informative one (Berta et al., 2025). A part of the rows chooses it, to save time.
         """
         rows = self.prepared.validation
-        outputs = predict_rows(self.average, self.prepared.encoder, rows)
+        with self.autocast:
+            outputs = predict_rows(self.average, self.prepared.encoder, rows)
+        outputs = outputs.to(rows.target.dtype)
         few = slice(TEMPERATURE_ROWS)
         calibrated = self.head.calibrated(outputs[:, few], rows.target[few])
         metric = float(calibrated.metric(outputs, rows.target))

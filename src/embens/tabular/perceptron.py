@@ -251,7 +251,8 @@ class Dropout(nn.Dropout):
         words = torch.empty((input.numel() + 7) // 8, dtype=torch.int64, device=input.device)
         words.random_(torch.iinfo(torch.int64).min, None)
         random_bytes = words.view(torch.uint8)[: input.numel()].view(input.shape)
-        keep = (random_bytes >= threshold).view(torch.uint8)  # faster to convert than booleans
+        # 0 for bytes below the threshold, else 1; faster than a comparison.
+        keep = random_bytes.clamp_(threshold - 1, threshold).sub_(threshold - 1)
         return input * keep.to(input.dtype).mul_(256 / (256 - threshold))
 
 
