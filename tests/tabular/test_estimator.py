@@ -23,6 +23,7 @@ from embens.tabular import (
     neg_crps,
     neg_nll,
 )
+from embens.tabular.descent import Descent
 from embens.tabular.frames import from_array, from_frame
 
 QUICK = [
@@ -122,8 +123,11 @@ def test_a_refit_uses_the_validation_rows_and_keeps_intervals():
 
 
 class TestFittedAttributes:
-    def test_the_weights_of_the_best_epoch_are_kept(self):
-        model, _, _ = fitted()
+    def test_the_weights_of_the_best_epoch_are_kept(self, monkeypatch):
+        # Epochs are validated in bfloat16 where it is fast, the fitted model is not.
+        monkeypatch.setattr(Descent, "_uses_bfloat16", lambda self: False)
+        X, target = mixed_table()
+        model = classifier().fit(X, classes_of(target))
         frame = model.history_
         best = model.run_.best_epoch
         assert frame.set_index("epoch")["metric"].idxmin() == best
