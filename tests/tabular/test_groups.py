@@ -242,3 +242,9 @@ def test_few_calibration_rows_are_warned_of():
     model = regressor(max_epochs=1).fit(X, target)
     with pytest.warns(UserWarning, match="larger validation_fraction, or folds=4"):
         model.predict_interval(X)
+
+
+def test_intervals_of_a_constant_target_have_no_width():
+    X, _ = mixed_table()
+    model = regressor(folds=4, members=8, max_epochs=2).fit(X, np.full(len(X), 3.0))
+    assert (model.predict_interval(X, 0.9) == 3).all()

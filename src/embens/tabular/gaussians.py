@@ -414,7 +414,8 @@ class GaussianHead(Head):
         groups, rows = means.shape[:2]
         unit = stds[fold_of_row, torch.arange(rows)].square()
         variance = _of_other_groups(means, fold_of_row).var(0) / unit
-        share = variance.mean(0) / self.scores.square().mean(0)
+        smallest = torch.finfo(variance.dtype).tiny  # all scores of a constant target are 0
+        share = variance.mean(0) / self.scores.square().mean(0).clamp(min=smallest)
         if outputs.shape[1] > 1:
             share = share * self._growth_of_variance(outputs, fold_of_row, unit)
         # If errors came from the variance between groups alone, the share would be 1.
