@@ -110,8 +110,14 @@ def describe(means: pd.DataFrame, ranked: pd.DataFrame) -> str:
 
 
 def average(fits: pd.DataFrame) -> pd.DataFrame:
-    """Return means over the splits that all fits of a table share, `(table, contestant)`."""
-    return fits.groupby(["kind", "table", "contestant"], dropna=False)[[*SCORES, *COSTS]].mean()
+    """Return means over the splits to which all contestants of a table were fitted.
+
+    Means over other splits would compare different rows.
+    """
+    contestants = fits.groupby("table")["contestant"].transform("nunique")
+    of_split = fits.groupby(["table", "repeat", "fold"])["contestant"].transform("nunique")
+    shared = fits[of_split == contestants]
+    return shared.groupby(["kind", "table", "contestant"], dropna=False)[[*SCORES, *COSTS]].mean()
 
 
 def losses(means: pd.DataFrame) -> pd.DataFrame:

@@ -178,6 +178,8 @@ def make_fits(kind, table, loss, score):
             "kind": kind,
             "table": table,
             "contestant": contestant,
+            "repeat": 0,
+            "fold": 0,
             loss: value,
             score: value,
             "member_loss": 1.2 * value,
@@ -186,6 +188,16 @@ def make_fits(kind, table, loss, score):
         }
         fits.append(fit)
     return fits
+
+
+def test_only_splits_of_all_contestants_are_compared():
+    fits = make_fits("classes", "a", "log_loss", "accuracy")
+    hard_split = {**fits[0], "fold": 1, "log_loss": 9.0}
+    frame = pd.DataFrame([*fits, hard_split])
+    columns = dict.fromkeys([*frame, *reports.SCORES, *reports.COSTS])
+    means = reports.average(frame.reindex(columns=list(columns)))
+
+    assert means.xs("embens", level="contestant")["log_loss"].tolist() == [1.0]
 
 
 def test_bars_are_read_off_the_means():
