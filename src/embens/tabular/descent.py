@@ -98,7 +98,7 @@ class Descent:
     Attributes:
         validation_interval: Number of epochs from one validation to the next.
         average: Ensemble with the running average of the weights.
-        pairs: Each averaged tensor and the tensor that it follows.
+        pairs: Each parameter of the average with the trained parameter that it follows.
         steps: Number of steps so far.
         epoch_rows: One row for each epoch, as in :class:`embens.History`.
         member_rows: One row for each epoch and member.
@@ -228,7 +228,7 @@ class Descent:
         informative one (Berta et al., 2025). A part of the rows chooses it, to save time.
         """
         rows = self.prepared.validation
-        with self.autocast:
+        with self.autocast:  # as in training, because it is faster
             outputs = predict_rows(self.average, self.prepared.encoder, rows)
         outputs = outputs.to(rows.target.dtype)
         few = slice(TEMPERATURE_ROWS)

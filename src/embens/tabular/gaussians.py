@@ -412,27 +412,32 @@ class GaussianHead(Head):
         moments = [self.summarise(group) for group in outputs]
         means, stds = (torch.stack(parts) for parts in zip(*moments, strict=True))
         groups, rows = means.shape[:2]
-        unit = stds[fold_of_row, torch.arange(rows)].square()
-        variance = _of_other_groups(means, fold_of_row).var(0) / unit
+        predicted_variance = stds[fold_of_row, torch.arange(rows)].square()
+        variance = _of_other_groups(means, fold_of_row).var(0) / predicted_variance
         smallest = torch.finfo(variance.dtype).tiny  # all scores of a constant target are 0
         share = variance.mean(0) / self.scores.square().mean(0).clamp(min=smallest)
         if outputs.shape[1] > 1:
-            share = share * self._growth_of_variance(outputs, fold_of_row, unit)
+            share = share * self._growth_of_variance(outputs, fold_of_row, predicted_variance)
         # If errors came from the variance between groups alone, the share would be 1.
         factor = (1 - (1 - 1 / groups) * share.clamp(max=1.0)).sqrt()
         return replace(self, scores=factor * self.scores)
 
-    def _growth_of_variance(self, outputs: Tensor, fold_of_row: Tensor, unit: Tensor) -> Tensor:
-        """Return the variance of the members of a group on unseen rows, divided by that on others.
+    def _growth_of_variance(
+        self, outputs: Tensor, fold_of_row: Tensor, predicted_variance: Tensor
+    ) -> Tensor:
+        """Return the variance between the members of a group, unseen rows ÷ training rows.
 
         Args:
             outputs: ``(group, member, row, output)``.
-            fold_of_row: The group that has not seen a row.
-            unit: The unit of variances, ``(row, target)``.
+            fold_of_row: The group that has not seen a row, ``(row,)``.
+            predicted_variance: The unit of variances, ``(row, target)``.
+
+        Returns:
+            A ratio of at least 1 for each target.
         """
         means = torch.stack([self.member_moments(group)[0] for group in outputs])
-        variances = means.var(1) / unit
-        unseen = variances[fold_of_row, torch.arange(len(unit))].mean(0)
+        variances = means.var(1) / predicted_variance
+        unseen = variances[fold_of_row, torch.arange(len(fold_of_row))].mean(0)
         seen = _of_other_groups(variances, fold_of_row).mean((0, 1))
         return (unseen / seen.clamp(min=torch.finfo(seen.dtype).tiny)).clamp(min=1.0)
 

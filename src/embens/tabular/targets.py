@@ -37,7 +37,7 @@ from embens.mixtures import best_scale
 from embens.tabular.defaults import Arguments
 from embens.tabular.frames import describe_rows
 
-AVERAGED_AWAY = 1 / 3  # share of the logarithm of the temperature that many groups do not need
+MIXTURE_EXPONENT = 1 / 3  # many groups together have the temperature T / T^(1/3), one group T
 
 
 def read_target(y: Any) -> np.ndarray:
@@ -390,10 +390,11 @@ class ClassHead(Head):
 
         The temperature of a group is above 1 if it is too confident. Groups err on different rows,
         so their mean probability is less confident than that of one group and needs a temperature
-        closer to 1. How much closer was measured with four groups (ADR 9).
+        closer to 1. The exponent was measured with four groups (ADR 9).
         """
-        reduction = AVERAGED_AWAY * (1 - 1 / groups)
-        return replace(self, temperature=self.temperature / max(1.0, self.temperature) ** reduction)
+        overconfidence = max(1.0, self.temperature)
+        exponent = MIXTURE_EXPONENT * (1 - 1 / groups)
+        return replace(self, temperature=self.temperature / overconfidence**exponent)
 
     def with_scores(self, outputs: Tensor, target: Tensor) -> Self:
         # The score of a row is minus the probability of its class: unlikely classes score high.
